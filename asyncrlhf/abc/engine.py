@@ -1,0 +1,108 @@
+"""The seam to the engines: what a backend implements. Plain synchronous objects; a runtime gives each its own thread,
+process or actor, calls one method at a time, and reports how long it computed.
+
+An engine is constructed as `Engine(options)`, where `options` is the frozen Struct that its `Options` attribute names,
+so that a runtime can build it elsewhere from (import path, msgpack).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from asyncrlhf.messages import (
+    Array,
+    EngineEvent,
+    GenerateRequest,
+    Packed,
+    StepResult,
+    TrainBatch,
+    WeightHandle,
+)
+
+__all__ = ("Engine", "GenerateEngine", "ScoreEngine", "TrainEngine")
+
+
+class Engine(ABC):
+    """What every engine has."""
+
+    def close(self) -> None:
+        """Free what the engine holds. Called once, last."""
+
+
+class ScoreEngine(Engine):
+    """A frozen model that reads answers."""
+
+    @abstractmethod
+    def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
+        """Log-prob of every response token at the run's temperature: one float32 array [response length] per row."""
+
+
+class TrainEngine(ScoreEngine):
+    """A model being trained."""
+
+    @abstractmethod
+    def step(self, batch: TrainBatch, loss: Packed) -> StepResult:
+        """One optimizer step on all rows of `batch`; the schedule reads `batch.train_step`.
+
+        The loss gives per-token values; masks and denominators are global over `batch`, so micro-batches, packing and
+        data parallel ranks cannot change the objective. A gradient that is not finite, or no unmasked token, changes
+        nothing and says so in the result.
+        """
+
+    @abstractmethod
+    def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array]]:
+        """New columns: forward the model over `batch` if the transform needs it, then call the transform."""
+
+    @abstractmethod
+    def export(self, version: int) -> WeightHandle:
+        """Put the weights where followers can read them. Raises PublishRefused if a weight is not finite."""
+
+    @abstractmethod
+    def save_model(self, directory: Path) -> None:
+        """Write a Hugging Face directory: config, safetensors, tokenizer."""
+
+    @abstractmethod
+    def save_state(self, directory: Path) -> None:
+        """Write everything that the next optimizer step depends on: weights, optimizer, RNG."""
+
+    @abstractmethod
+    def load_state(self, directory: Path) -> None:
+        """Restore what `save_state` wrote; the next step is then exactly the step that would have followed."""
+
+
+class GenerateEngine(Engine):
+    """A sampler with continuous batching. `add` and `abort` take effect between two `step` calls (token boundaries)."""
+
+    version: int
+    """Version of the weights that the next token will be sampled with."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether a request is running or waiting for a slot; while True the runtime keeps calling `step`."""
+
+    @abstractmethod
+    def add(self, requests: Sequence[GenerateRequest]) -> Sequence[EngineEvent]:
+        """Accept requests (Rejected events for those that cannot be answered)."""
+
+    @abstractmethod
+    def step(self) -> Sequence[EngineEvent]:
+        """Admit waiting requests into free slots, sample one token for every running request, report."""
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> Sequence[GenerateRequest]:
+        """Stop these requests. Gives each back with the tokens sampled so far, ready to be continued elsewhere or
+        thrown away; unknown ids (already finished) are passed over. Unreported tokens are reported by the next
+        `step` or with the events of this call's runtime."""
+
+    @abstractmethod
+    def prepare(self, weights: WeightHandle) -> None:
+        """First phase of a publish: bring the weights near (a second buffer); sampling goes on with the old ones.
+        Raises PublishRefused when the bytes do not have the announced checksum."""
+
+    @abstractmethod
+    def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
+        """Second phase: take over the prepared weights at this token boundary. `kv` is "rebuild" (recompute the KV
+        cache of running requests under the new weights) or "keep" (the tokens that follow are flagged kv_mixed)."""

@@ -1,0 +1,59 @@
+"""The seam to where engines live: spawn one, call it, hear its events, end it. Threads now; processes and Ray later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from asyncrlhf.messages import EngineEvent, Message
+
+__all__ = ("EngineHandle", "EngineSpec", "OnEvents", "Runtime")
+
+
+class EngineSpec(Message, frozen=True, kw_only=True):
+    """How to build one engine. Example: EngineSpec(group="rollout", rank=0, engine="asyncrlhf.backends.torch.sample:
+    TorchSampler", options=SamplerOptions(...))."""
+
+    group: str
+    rank: int
+    engine: str
+    """Import path "module:Class" of an Engine."""
+    options: msgspec.Struct
+    threads: int = 1
+    """Compute threads of this engine."""
+    core: int | None = None
+    """Pin it to this core, if the operating system can."""
+
+
+OnEvents = Callable[[Sequence[EngineEvent]], None]
+"""Called on the event loop with what an engine reports, in order."""
+
+
+class EngineHandle(Protocol):
+    """A live engine, somewhere. After `close`, or once the engine has failed, every call raises GroupError."""
+
+    @property
+    def spec(self) -> EngineSpec: ...
+
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        """Run one method of the engine and give its result. Events a method returns go to `on_events` instead.
+        Raises what the method raised, if that is an asyncrlhf error; else GroupError with the traceback."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine; calls in flight raise GroupError. Never blocks on a hung engine."""
+        ...
+
+
+class Runtime(Protocol):
+    """Where engines live."""
+
+    async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
+        """Build the engine and wait until it can be called. Raises GroupError with the original traceback."""
+        ...
+
+    async def close(self) -> None:
+        """End every engine spawned here."""
+        ...

@@ -1,0 +1,94 @@
+"""Every error asyncrlhf raises on purpose.
+
+AsyncRLHFError
+  ConfigError          the run cannot start as configured               (also a ValueError)
+  DataError            a data set cannot be read                        (also a ValueError)
+  SampleError          one prompt cannot be answered or scored          (also a ValueError)
+  LeaseLost            a late result: its lease was dropped or leased again
+  QueueClosed          the other side has finished
+  CheckpointError      a checkpoint is missing, torn or does not fit    (also an OSError)
+  GroupError           an engine of a group failed: group, rank, cause  (also a RuntimeError)
+  RunEnded             the run ends before its train steps, by name
+    Exhausted          too many prompts in a row gave nothing to train on
+    Diverged           too many train steps in a row were not finite
+    NoSignal           too many train steps in a row held no unmasked token
+    PublishRefused     weights failed the publish gate
+    Stalled            nothing has moved for `limits.stall_timeout` seconds
+
+Each message says what happened, both numbers where two disagree, and how to fix it. All of them pickle.
+"""
+
+from __future__ import annotations
+
+__all__ = (
+    "AsyncRLHFError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Diverged",
+    "Exhausted",
+    "GroupError",
+    "LeaseLost",
+    "NoSignal",
+    "PublishRefused",
+    "QueueClosed",
+    "RunEnded",
+    "SampleError",
+    "Stalled",
+)
+
+
+class AsyncRLHFError(Exception):
+    """Base of every error raised on purpose by asyncrlhf."""
+
+
+class ConfigError(AsyncRLHFError, ValueError):
+    """The run cannot start as configured."""
+
+
+class DataError(AsyncRLHFError, ValueError):
+    """A data set cannot be read."""
+
+
+class SampleError(AsyncRLHFError, ValueError):
+    """One prompt cannot be answered or scored; the run goes on without it, and counts it."""
+
+
+class LeaseLost(AsyncRLHFError):
+    """The lease behind this result was dropped, cancelled or granted again; the result is refused."""
+
+
+class QueueClosed(AsyncRLHFError):
+    """The other side of the queue has finished."""
+
+
+class CheckpointError(AsyncRLHFError, OSError):
+    """A checkpoint is missing, torn, or does not fit this run."""
+
+
+class GroupError(AsyncRLHFError, RuntimeError):
+    """An engine of a model group failed; the message names group and rank."""
+
+
+class RunEnded(AsyncRLHFError):
+    """The run ends before its train steps are done; the class name is the reason in summary.json."""
+
+
+class Exhausted(RunEnded):
+    """Too many prompts in a row were filtered or failed (`limits.max_filtered`)."""
+
+
+class Diverged(RunEnded):
+    """Too many train steps in a row had no finite optimizer step (`limits.max_void_steps`)."""
+
+
+class NoSignal(RunEnded):
+    """Too many train steps in a row held no unmasked token (`limits.max_void_steps`)."""
+
+
+class PublishRefused(RunEnded):
+    """Weights failed the publish gate: not finite, or not the bytes the trainer announced."""
+
+
+class Stalled(RunEnded):
+    """Nothing has moved for `limits.stall_timeout` seconds."""

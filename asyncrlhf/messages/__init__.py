@@ -1,0 +1,26 @@
+"""WHAT flows: frozen, typed messages. Torch-free."""
+
+from asyncrlhf.messages.batch import Array as Array
+from asyncrlhf.messages.batch import ArrayColumn as ArrayColumn
+from asyncrlhf.messages.batch import Column as Column
+from asyncrlhf.messages.batch import TrainBatch as TrainBatch
+from asyncrlhf.messages.engines import Busy as Busy
+from asyncrlhf.messages.engines import EngineEvent as EngineEvent
+from asyncrlhf.messages.engines import Finished as Finished
+from asyncrlhf.messages.engines import GenerateRequest as GenerateRequest
+from asyncrlhf.messages.engines import Progress as Progress
+from asyncrlhf.messages.engines import Rejected as Rejected
+from asyncrlhf.messages.engines import StepResult as StepResult
+from asyncrlhf.messages.engines import WeightHandle as WeightHandle
+from asyncrlhf.messages.samples import Experience as Experience
+from asyncrlhf.messages.samples import Message as Message
+from asyncrlhf.messages.samples import PerSample as PerSample
+from asyncrlhf.messages.samples import PerToken as PerToken
+from asyncrlhf.messages.samples import Prompt as Prompt
+from asyncrlhf.messages.samples import Rollout as Rollout
+from asyncrlhf.messages.samples import Sample as Sample
+from asyncrlhf.messages.samples import Segment as Segment
+from asyncrlhf.messages.wire import Packed as Packed
+from asyncrlhf.messages.wire import import_object as import_object
+from asyncrlhf.messages.wire import pack as pack
+from asyncrlhf.messages.wire import unpack as unpack

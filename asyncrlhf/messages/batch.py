@@ -1,0 +1,120 @@
+"""TrainBatch: the lengths of its rows, and a handle per column. Splitting never touches a token.
+
+A row is one sample. Columns come at three levels: "sequence" (prompt and response tokens), "token" (response tokens)
+and "sample" (one number a row). Here the handles are the arrays themselves; a runtime whose data lives elsewhere (an
+object store) brings its own Column, and the rows travel when an engine calls `fetch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ("Array", "ArrayColumn", "Column", "Level", "TrainBatch")
+
+Array = NDArray[np.generic]
+Level = Literal["sequence", "token", "sample"]
+
+
+class Column(Protocol):
+    """Handle of one column: knows its level, gives rows away without moving them, and fetches them on demand."""
+
+    @property
+    def level(self) -> Level: ...
+
+    def take(self, rows: Sequence[int]) -> Column: ...
+
+    def fetch(self) -> Sequence[Array]:
+        """One 1-D array per row: int32 token ids and versions, float32 otherwise."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayColumn:
+    """A column held in this process."""
+
+    level: Level
+    rows: tuple[Array, ...]
+
+    def take(self, rows: Sequence[int]) -> ArrayColumn:
+        return ArrayColumn(self.level, tuple(self.rows[i] for i in rows))
+
+    def fetch(self) -> Sequence[Array]:
+        return self.rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """Rows to train on in train step `train_step`.
+
+    Always present: `token_ids` (sequence), `behaviour_logprobs`, `mask` (1.0 where the token may enter a gradient),
+    `versions` (token), `rewards` (sample). Before a loss sees it: `anchor_logprobs` and `weight` (token) from the
+    off-policy correction. Algorithms and transforms add their own.
+
+    Example: two rows, prompts of 6 tokens, responses of 3 and 5: prompt_lengths (6, 6), response_lengths (3, 5);
+    columns["token_ids"].fetch() gives arrays of 9 and 11, columns["mask"].fetch() arrays of 3 and 5.
+    """
+
+    train_step: int
+    prompt_lengths: tuple[int, ...]
+    response_lengths: tuple[int, ...]
+    unmasked: tuple[int, ...]
+    """Unmasked response tokens of each row; 0 rows may be skipped unless a loss needs them."""
+    rollouts: tuple[int, ...]
+    """Which rollout of the batch each row belongs to, ascending."""
+    columns: Mapping[str, Column]
+    whole: TrainBatch | None = field(default=None, repr=False)
+    """The popped batch that this one is a part of; None for the popped batch itself."""
+
+    def __len__(self) -> int:
+        return len(self.response_lengths)
+
+    @property
+    def token_count(self) -> int:
+        """Response tokens, masked ones included."""
+        return sum(self.response_lengths)
+
+    def take(self, rows: Sequence[int]) -> TrainBatch:
+        """The batch of these rows, in this order."""
+
+        def pick(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(values[i] for i in rows)
+
+        return replace(
+            self,
+            prompt_lengths=pick(self.prompt_lengths),
+            response_lengths=pick(self.response_lengths),
+            unmasked=pick(self.unmasked),
+            rollouts=pick(self.rollouts),
+            columns={name: column.take(rows) for name, column in self.columns.items()},
+        )
+
+    def with_columns(self, **columns: Column) -> TrainBatch:
+        """The same rows with columns added or replaced."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def minibatches(self, count: int, *, seed: int = 0) -> list[TrainBatch]:
+        """`count` parts of nearly equal row count, shuffled by (seed, train_step); parts without a row are left out.
+
+        Raises ValueError if `count` is below 1.
+        """
+        if count < 1:
+            raise ValueError(f"minibatches = {count}; a batch can be cut into 1 part or more")
+        if count == 1:
+            return [self]
+        order = list(range(len(self)))
+        Random(f"{seed}/{self.train_step}").shuffle(order)
+        size, extra = divmod(len(order), count)
+        parts: list[TrainBatch] = []
+        start = 0
+        for part in range(count):
+            end = start + size + (part < extra)
+            if end > start:
+                parts.append(replace(self.take(order[start:end]), whole=self.whole or self))
+            start = end
+        return parts

@@ -1,0 +1,67 @@
+"""The base of losses and column transforms: frozen coefficients plus `__call__`, so that they travel as data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from asyncrlhf.ops.batch import MicroBatch, TokenStats
+
+__all__ = ("Loss", "Reduction", "Transform", "clipped_gain", "k3")
+
+Reduction = Literal["token_mean", "sequence_mean", "constant"]
+"""How per-token values become one number, over all rows of an optimizer step:
+"token_mean"     sum over unmasked tokens / number of unmasked tokens (DAPO, arXiv 2503.14476 eq. 8)
+"sequence_mean"  mean over rows with an unmasked token of the mean over its unmasked tokens (GRPO, arXiv 2402.03300 eq. 3)
+"constant"       sum over unmasked tokens / (rows * max_tokens) (Dr. GRPO, arXiv 2503.20783)
+"""
+
+
+class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A loss: subclass it frozen, give it coefficients as fields, and return one value per token from `__call__`.
+
+    The engine multiplies by nothing but masks and global denominators; a token with mask 0 may hold any value, even
+    inf or nan, without reaching the gradient.
+    """
+
+    reduction: ClassVar[Reduction] = "token_mean"
+    level: ClassVar[Literal["token", "sequence"]] = "token"
+    """"sequence": the value of one token depends on all tokens of its row (GSPO, DPO); refuses at_deadline = "mask"."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Extra statistics to compute: "entropy"."""
+    uses_masked_rows: ClassVar[bool] = False
+    """True: rows without an unmasked token are forwarded all the same."""
+
+    def __call__(self, new: TokenStats, batch: MicroBatch) -> Tensor:
+        """[T] loss of every response token of the micro-batch."""
+        raise TypeError(f"{type(self).__name__} must define __call__(self, new, batch) -> Tensor [T]")
+
+
+class Transform(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A column transform (GAE, whitening): runs beside the data, over all rows of a batch at once."""
+
+    needs_forward: ClassVar[bool] = False
+    """True: `new` holds the model's statistics (values for a critic), computed without gradients; else it is None."""
+
+    def __call__(self, new: TokenStats | None, batch: MicroBatch) -> Mapping[str, Tensor]:
+        """New columns by name, each [T]."""
+        raise TypeError(f"{type(self).__name__} must define __call__(self, new, batch) -> dict of Tensors [T]")
+
+
+def k3(new: Tensor, reference: Tensor) -> Tensor:
+    """[T] unbiased, non-negative estimate of KL(new || reference) per token: r - 1 - log r with r = reference/new
+    (Schulman, "Approximating KL divergence", 2020, estimator k3). The log-ratio is clamped to +-20, so that a gap of
+    50 gives a finite value and gradient."""
+    gap = (reference - new).clamp(-20.0, 20.0)
+    return gap.exp() - gap - 1
+
+
+def clipped_gain(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """[T] min(r A, clip(r, 1 - low, 1 + high) A): PPO's pessimistic gain (arXiv 1707.06347 eq. 7), to be maximised."""
+    return (ratio * advantages).minimum(ratio.clamp(1 - low, 1 + high) * advantages)
