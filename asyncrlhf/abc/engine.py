@@ -27,6 +27,10 @@ __all__ = ("Engine", "GenerateEngine", "ScoreEngine", "TrainEngine")
 class Engine(ABC):
     """What every engine has."""
 
+    @classmethod
+    def use_threads(cls, count: int) -> None:  # noqa: B027
+        """Compute with `count` threads. Called first, where the engine will live; nothing to do unless overridden."""
+
     def close(self) -> None:
         """Free what the engine holds. Called once, last."""
 

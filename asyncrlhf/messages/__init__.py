@@ -6,6 +6,7 @@ from asyncrlhf.messages.batch import Column as Column
 from asyncrlhf.messages.batch import TrainBatch as TrainBatch
 from asyncrlhf.messages.engines import Busy as Busy
 from asyncrlhf.messages.engines import EngineEvent as EngineEvent
+from asyncrlhf.messages.engines import Failed as Failed
 from asyncrlhf.messages.engines import Finished as Finished
 from asyncrlhf.messages.engines import GenerateRequest as GenerateRequest
 from asyncrlhf.messages.engines import Progress as Progress

@@ -69,7 +69,9 @@ class TrainBatch:
     """Which rollout of the batch each row belongs to, ascending."""
     columns: Mapping[str, Column]
     whole: TrainBatch | None = field(default=None, repr=False)
-    """The popped batch that this one is a part of; None for the popped batch itself."""
+    """The batch that this one is a mini-batch of; None for a popped batch itself."""
+    rows: tuple[int, ...] = ()
+    """Which rows of `whole` these are; empty for a popped batch."""
 
     def __len__(self) -> int:
         return len(self.response_lengths)
@@ -98,23 +100,24 @@ class TrainBatch:
         """The same rows with columns added or replaced."""
         return replace(self, columns={**self.columns, **columns})
 
-    def minibatches(self, count: int, *, seed: int = 0) -> list[TrainBatch]:
-        """`count` parts of nearly equal row count, shuffled by (seed, train_step); parts without a row are left out.
+    def minibatches(self, count: int, *, epochs: int = 1, seed: int = 0) -> list[TrainBatch]:
+        """`count` parts of nearly equal row count per epoch, shuffled anew each epoch by (seed, train_step, epoch).
 
-        Raises ValueError if `count` is below 1.
+        Parts without a row are left out. `minibatches(1)` is the batch itself. Raises ValueError below 1.
         """
-        if count < 1:
-            raise ValueError(f"minibatches = {count}; a batch can be cut into 1 part or more")
-        if count == 1:
+        if count < 1 or epochs < 1:
+            raise ValueError(f"minibatches = {count}, epochs = {epochs}; both must be 1 or more")
+        if count == epochs == 1:
             return [self]
-        order = list(range(len(self)))
-        Random(f"{seed}/{self.train_step}").shuffle(order)
-        size, extra = divmod(len(order), count)
         parts: list[TrainBatch] = []
-        start = 0
-        for part in range(count):
-            end = start + size + (part < extra)
-            if end > start:
-                parts.append(replace(self.take(order[start:end]), whole=self.whole or self))
-            start = end
+        for epoch in range(epochs):
+            order = list(range(len(self)))
+            Random(f"{seed}/{self.train_step}/{epoch}").shuffle(order)
+            size, extra = divmod(len(order), count)
+            start = 0
+            for part in range(count):
+                end = start + size + (part < extra)
+                if end > start:
+                    parts.append(replace(self.take(order[start:end]), whole=self, rows=tuple(order[start:end])))
+                start = end
         return parts

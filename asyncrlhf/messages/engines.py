@@ -10,6 +10,7 @@ from asyncrlhf.messages.samples import Message, Sample, Segment
 __all__ = (
     "Busy",
     "EngineEvent",
+    "Failed",
     "Finished",
     "GenerateRequest",
     "Progress",
@@ -71,7 +72,13 @@ class Busy(Message, frozen=True, kw_only=True, tag=True):
     token_count: int = 0
 
 
-EngineEvent = Progress | Finished | Rejected | Busy
+class Failed(Message, frozen=True, kw_only=True, tag=True):
+    """The engine itself is broken and answers no more; nothing follows this event."""
+
+    reason: str
+
+
+EngineEvent = Progress | Finished | Rejected | Busy | Failed
 
 
 class WeightHandle(Message, frozen=True, kw_only=True):

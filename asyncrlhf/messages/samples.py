@@ -39,6 +39,8 @@ class Prompt(Message, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     text: str
     ground_truth: Any = None
+    target_token_ids: tuple[int, ...] = ()
+    """The data set's own answer with the end token, where `data.response` names one; empty otherwise."""
     columns: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """The other columns of the data row, passed to the reward function by name."""
 
@@ -49,7 +51,8 @@ class Segment(Message, frozen=True, kw_only=True):
     version: int
     """Policy version whose forward pass sampled these tokens (w_i of the staleness contract)."""
     token_count: int
-    source: Literal["model", "environment"] = "model"
+    source: Literal["model", "environment", "data"] = "model"
+    """Who wrote the tokens: the policy, an environment (never trained on), or the data set (supervised training)."""
     kv_mixed: bool = False
     """The KV cache behind these tokens holds entries of older versions (`publish.kv = "keep"`)."""
 
@@ -84,6 +87,16 @@ class Rollout(Message, frozen=True, kw_only=True):
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+
+    @classmethod
+    def from_data(cls, prompt: Prompt) -> Rollout:
+        """The data set's own answer as a rollout of one sample. Raises ValueError if the row has none."""
+        tokens = prompt.target_token_ids
+        if not tokens:
+            raise ValueError(f"uid {prompt.uid} has no answer of its own; name its column in data.response")
+        segment = Segment(version=prompt.version, token_count=len(tokens), source="data")
+        sample = Sample(token_ids=tokens, logprobs=(0.0,) * len(tokens), segments=(segment,), finish_reason="stop")
+        return cls(prompt=prompt, samples=(sample,))
 
 
 class Experience(Message, frozen=True, kw_only=True):

@@ -1,0 +1,180 @@
+"""A Hugging Face causal language model as the engines use it: loaded, checked, and asked about response tokens only."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from asyncrlhf.backends.torch.attention import ATTENTION
+from asyncrlhf.backends.torch.guard import guard_torchvision
+from asyncrlhf.backends.torch.options import Dtype
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.ops import TokenStats
+
+guard_torchvision()
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification  # noqa: E402
+from transformers.utils import is_flash_attn_2_available  # noqa: E402
+from transformers.utils import logging as transformers_logging  # noqa: E402
+
+__all__ = ("Model", "pick_device", "require_full_attention")
+
+FLASH = "flash_attention_2"
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Model:
+    """A causal language model, or a critic (the same trunk under a scalar head), whose head sees chosen positions only.
+
+    `trained`: float32 master weights, gradients on, bfloat16 as autocast; otherwise the weights themselves are of
+    `dtype` and frozen. Dropout is off either way: log-probs of trainer and sampler must agree.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        dtype: Dtype = "float32",
+        device: str = "auto",
+        head: Literal["lm", "value"] = "lm",
+        packed: bool = False,
+        trained: bool = False,
+    ) -> None:
+        """Raises ConfigError: no such directory or device, an architecture without plain full attention."""
+        self.directory = Path(directory)
+        if not (self.directory / "config.json").is_file():
+            raise ConfigError(f"model = {str(directory)!r} has no config.json; give a Hugging Face model directory")
+        self.device = pick_device(device)
+        self.head = head
+        self.uses_flash = packed and self.device.type == "cuda" and dtype == "bfloat16" and is_flash_attn_2_available()
+        """Whether packed rows go through variable-length flash attention (arXiv 2307.08691) instead of a mask."""
+        self._autocast = DTYPES[dtype] if trained and dtype != "float32" else None
+        self.module = _load(
+            self.directory,
+            DTYPES["float32" if trained else dtype],
+            head,
+            FLASH if self.uses_flash else ATTENTION,
+        )
+        self.module.to(self.device).requires_grad_(trained)
+        _disable_dropout(self.module)
+        self.module.train(trained)
+        self.vocabulary_size = int(self.module.config.get_text_config().vocab_size)
+        self._selected: Tensor | None = None
+        output = self.module.get_output_embeddings() if head == "lm" else self.module.score
+        output.register_forward_pre_hook(self._select)
+
+    def forward(self, input_ids: Tensor, hidden_index: Tensor, **inputs: Any) -> Tensor:
+        """Head output at chosen positions: [T, V] logits, or [T, 1] values for a critic.
+
+        `input_ids` int64 [R, L]; `hidden_index` int64 [T] into the R * L positions, row after row. Only those pass
+        through the head, so that the logits of prompt tokens never exist.
+        """
+        self._selected = hidden_index
+        with self._precision():
+            output = self.module(input_ids=input_ids, **inputs)
+        return output.logits[0]
+
+    def token_stats(
+        self,
+        input_ids: Tensor,
+        hidden_index: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float,
+        entropy: bool = False,
+        **inputs: Any,
+    ) -> TokenStats:
+        """What the model says about the tokens `targets` (int64 [T]) that follow the positions `hidden_index`.
+
+        Log-probs and entropy are float32 [T] of the distribution softmax(logits / temperature); a critic gives values.
+        """
+        output = self.forward(input_ids, hidden_index, use_cache=False, **inputs)
+        if self.head == "value":
+            values = output[:, 0].float()
+            return TokenStats(logprobs=values.new_empty(0), values=values)
+        logits = output.float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        total = torch.logsumexp(logits, dim=-1)
+        logprobs = logits.gather(1, targets[:, None])[:, 0] - total
+        return TokenStats(logprobs=logprobs, entropy=_entropy(logits, total) if entropy else None)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once (tied ones under their first name), in name order."""
+        return dict(sorted(self.module.named_parameters()))
+
+    def _select(self, _: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self._selected is not None
+        hidden = arguments[0]
+        return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._selected)[None],)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._autocast)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called "auto", "cpu", "cuda" or "cuda:3". Raises ConfigError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device = {name!r}, but this process sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+    return device
+
+
+def require_full_attention(config: Any) -> None:
+    """Raises ConfigError for an architecture in which a layer is anything but plain full attention."""
+    text = config.get_text_config()
+    layer_types = getattr(text, "layer_types", None)
+    if layer_types is None and getattr(text, "sliding_window", None) is not None:
+        layer_types = ["sliding_attention"]
+    others = sorted({kind for kind in layer_types or () if kind != "full_attention"})
+    if config.is_encoder_decoder or others:
+        kind = "is an encoder-decoder" if config.is_encoder_decoder else f"has layers of type {', '.join(others)}"
+        raise ConfigError(
+            f"{config.model_type} {kind}; the torch backend serves decoders whose layers are all full attention. Turn "
+            "sliding windows off in config.json if the model allows it, or use another backend"
+        )
+
+
+def _load(directory: Path, dtype: torch.dtype, head: str, attention: str) -> Any:
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        require_full_attention(config)
+        common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
+        if head == "lm":
+            module = AutoModelForCausalLM.from_pretrained(directory, **common)
+        else:
+            module, report = AutoModelForTokenClassification.from_pretrained(
+                directory, num_labels=1, output_loading_info=True, **common
+            )
+            _start_at_zero(module.score, report["missing_keys"])
+    except (ValueError, ImportError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"model = {str(directory)!r}: {error}") from error
+    return module
+
+
+@torch.no_grad()
+def _start_at_zero(head: nn.Module, missing: set[str]) -> None:
+    for name, parameter in head.named_parameters():
+        if f"score.{name}" in missing:
+            parameter.zero_()
+
+
+def _disable_dropout(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        elif isinstance(getattr(part, "attention_dropout", None), float):
+            part.attention_dropout = 0.0
+
+
+def _entropy(logits: Tensor, total: Tensor) -> Tensor:
+    probabilities = torch.exp(logits - total[:, None])
+    return total - (probabilities * logits).sum(-1)

@@ -1,0 +1,170 @@
+"""The tables of model groups, one Struct per role and backend. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct, field
+
+from asyncrlhf.config.bounds import (
+    Amount,
+    Count,
+    Decay,
+    Fraction,
+    Name,
+    Positive,
+    PositiveAmount,
+    Table,
+    require_import_path,
+)
+from asyncrlhf.errors import ConfigError
+
+__all__ = ("ROLES", "OptimizerTable", "Rules", "Scratch", "TorchRollout", "TorchScore", "TorchTrain")
+
+
+class OptimizerTable(Table, frozen=True, kw_only=True):
+    """AdamW and its schedule, which runs in train steps."""
+
+    learning_rate: Amount = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: PositiveAmount = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Amount = 0.0
+    """Decoupled weight decay; 0: none."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine fall until train_steps."""
+    warmup_steps: Count = 0
+    """Train steps over which the rate rises from 0; 0: none."""
+    min_ratio: Fraction = 0.0
+    """Where the schedule ends, as a share of learning_rate."""
+    max_grad_norm: Amount = 1.0
+    """Gradients are scaled down to this global norm; 0: never."""
+
+
+class Scratch(Table, frozen=True, kw_only=True):
+    """A small model with random weights and one token per character."""
+
+    model_type: Name = "qwen2"
+    """Hugging Face model type."""
+    characters: Name
+    """The alphabet; every character is one token, beside the special ones."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the Hugging Face configuration, such as hidden_size."""
+
+
+class Compute(Table, frozen=True, kw_only=True):
+    """What every torch group says about its hardware."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights."""
+    device: Name = "auto"
+    """"auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", ..."""
+    threads: Positive = 1
+    """Compute threads on the CPU, per engine."""
+    core: Count | None = None
+    """Pin the engine to this core, replica i to core + i; left out: the system decides."""
+
+
+class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
+    """A trained model (policy, critic): exactly one of `model` and `scratch`."""
+
+    model: Name | None = None
+    """Hugging Face directory to start from."""
+    scratch: Scratch | None = None
+    """Start from random weights."""
+    head: Literal["lm", "value"] = "lm"
+    """What sits on the trunk: token log-probs, or one value per token."""
+    micro_batch_tokens: Positive = 8192
+    """Tokens forwarded at once, at most; a longer row goes alone."""
+    micro_batch_rows: Count = 0
+    """Rows forwarded at once; 0: only tokens count."""
+    layout: Literal["padded", "packed"] = "padded"
+    """Rows sorted by length and padded (faster on CPU), or laid end to end."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    optimizer: OptimizerTable = OptimizerTable()
+    """AdamW and its schedule."""
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.scratch is None):
+            given = "neither is set" if self.model is None else "both are set"
+            raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
+
+
+class TorchRollout(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
+    """Engines that sample answers with the weights of the group they follow."""
+
+    follows: Name = "policy"
+    """Group whose published weights these engines take."""
+    model: Name | None = None
+    """Directory with the shape and tokenizer; left out: the followed group's."""
+    replicas: Positive = 1
+    """Engines."""
+    concurrency: Positive = 256
+    """Answers decoded at once per engine (slots)."""
+    max_tokens: Positive
+    """Tokens of an answer, at most."""
+    temperature: PositiveAmount = 1.0
+    """Sampling temperature; log-probs are taken at it, in the trainer too."""
+    stop: list[Name] = field(default_factory=list)
+    """Strings that end an answer beside the end-of-sequence token; each must be a single token."""
+    top_p: float = 1.0
+    """Refused unless 1: see top_k."""
+    top_k: int = 0
+    """Refused unless 0: cutting the distribution makes the sampler's log-probs differ from the trainer's."""
+    min_p: float = 0.0
+    """Refused unless 0: see top_k."""
+    max_sequence_tokens: Positive | None = None
+    """Prompt and answer together, at most; above max_tokens; left out: what the model allows."""
+    max_restarts: Count = 3
+    """Restarts of a failed engine before the run fails; 0: none."""
+
+    def __post_init__(self) -> None:
+        for key, value, neutral in (("top_p", self.top_p, 1), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0)):
+            if value != neutral:
+                raise ConfigError(
+                    f"{key} = {value:g} would cut the distribution, so that behaviour log-probs would not be those of "
+                    f"the policy (ratio 1 at lag 0 would not hold); leave it at {neutral}, or lower temperature"
+                )
+        if self.max_sequence_tokens is not None and self.max_sequence_tokens <= self.max_tokens:
+            raise ConfigError(
+                f"max_sequence_tokens = {self.max_sequence_tokens} leaves no room for a prompt beside max_tokens = "
+                f"{self.max_tokens}; raise the first or lower the second"
+            )
+
+
+class TorchScore(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
+    """A frozen model that gives log-probs (reference)."""
+
+    model: Name | None = None
+    """Hugging Face directory; left out: the policy as the run starts."""
+    micro_batch_tokens: Positive = 8192
+    """Tokens forwarded at once, at most; a longer row goes alone."""
+
+
+class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
+    """A reward function."""
+
+    function: Name
+    """Import path "module:function" of (prompt, response, ground_truth, **columns) -> float, sync or async."""
+    timeout: PositiveAmount = 10.0
+    """Seconds one call may run; then its prompt fails and is counted."""
+    concurrency: Positive = 64
+    """Calls running at once."""
+    threads: Positive = 8
+    """Threads that run a function that is not async."""
+
+    def __post_init__(self) -> None:
+        require_import_path("function", self.function, "asyncrlhf.data.tasks:exact_match")
+
+
+ROLES: dict[str, type[Struct]] = {
+    "policy": TorchTrain,
+    "critic": TorchTrain,
+    "rollout": TorchRollout,
+    "reference": TorchScore,
+    "reward": Rules,
+}
+"""The table of each role. A further backend makes an entry a union, told apart by the key `backend`."""

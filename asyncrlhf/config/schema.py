@@ -1,0 +1,270 @@
+"""The keys of a configuration: frozen Structs with bounds in their types, and the rules between keys. Torch-free.
+
+A rule that is broken raises ConfigError; its message starts with the key, and `load` puts the table before it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from asyncrlhf.config.bounds import Amount, Count, Name, Positive, PositiveAmount, Table, require_import_path
+from asyncrlhf.config.groups import ROLES as ROLES
+from asyncrlhf.config.groups import OptimizerTable as OptimizerTable
+from asyncrlhf.config.groups import Rules as Rules
+from asyncrlhf.config.groups import Scratch as Scratch
+from asyncrlhf.config.groups import TorchRollout as TorchRollout
+from asyncrlhf.config.groups import TorchScore as TorchScore
+from asyncrlhf.config.groups import TorchTrain as TorchTrain
+from asyncrlhf.errors import ConfigError
+
+__all__ = (
+    "ROLES",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Evaluation",
+    "Limits",
+    "Observe",
+    "OptimizerTable",
+    "Publish",
+    "Rules",
+    "Scratch",
+    "TorchRollout",
+    "TorchScore",
+    "TorchTrain",
+)
+
+RUNTIMES = ("inproc",)
+"""Runtimes there are."""
+
+
+def _require_one_source(path: str | None, source: str | None, options: dict[str, Any]) -> None:
+    if (path is None) == (source is None):
+        given = "both are set" if path is not None else "neither is set"
+        raise ConfigError(f"path, source: {given}; set exactly one: path to a .jsonl file or source to a factory")
+    if path is not None and not path.endswith(".jsonl"):
+        raise ConfigError(f'path = "{path}" is not a .jsonl file; convert it, or read it in a source of your own')
+    if path is not None and options:
+        raise ConfigError("options are the arguments of a source, and path is set; remove one of the two")
+    if source is not None:
+        require_import_path("source", source, "asyncrlhf.data.tasks:reverse")
+
+
+class Limits(Table, frozen=True, kw_only=True):
+    """When to give up, and what may be held."""
+
+    max_attempts: Positive = 3
+    """Attempts in all that one prompt may lose before it is dropped for good."""
+    max_filtered: Positive | None = None
+    """Filtered or failed prompts in a row, without a ready one, that end the run; left out: 20 * prompts_per_step."""
+    max_void_steps: Positive = 10
+    """Train steps in a row without an applied optimizer step that end the run."""
+    byte_limit: Count = 0
+    """Bytes of ready rollouts above which no more than prompts_per_step are live; 0: no limit."""
+    min_answers: Positive | None = None
+    """Answers that must survive for a rollout to train, at most answers_per_prompt; left out: all of them."""
+    lease_timeout: Amount = 900.0
+    """Seconds from lease to ready after which a prompt is leased again; below stall_timeout; 0: never."""
+    stall_timeout: PositiveAmount = 1800.0
+    """Seconds without any progress after which the run ends as stalled."""
+    wait_timeout: PositiveAmount = 60.0
+    """Seconds that `at_deadline = "wait"` waits before it drops."""
+
+    def __post_init__(self) -> None:
+        if self.lease_timeout and self.lease_timeout >= self.stall_timeout:
+            raise ConfigError(
+                f"lease_timeout = {self.lease_timeout:g} s must be below stall_timeout = {self.stall_timeout:g} s, or "
+                "the run ends before a lost lease is granted again; lower the first or raise the second"
+            )
+
+
+class Data(Table, frozen=True, kw_only=True):
+    """Where prompts come from: exactly one of `path` and `source`."""
+
+    path: Name | None = None
+    """A .jsonl file, relative to the current directory: one JSON object a line."""
+    source: Name | None = None
+    """Import path "module:factory" of a callable that gives rows: an indexable object or an iterable of dicts."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory."""
+    prompt: Name = "prompt"
+    """Column with the prompt: text, or a list of messages when `chat` is set."""
+    ground_truth: str = "answer"
+    """Column handed to reward functions as ground_truth; "": rows have none. Optional when `response` is set."""
+    chat: bool = False
+    """Put the prompt through the tokenizer's chat template."""
+    response: Name | None = None
+    """Column with the answer's text, to learn from directly (SFT); left out: answers are sampled."""
+    epochs: Positive | None = None
+    """Passes over the rows; left out: as many as train_steps need. Required without train_steps."""
+    shuffle: bool = True
+    """A new order every epoch, from (seed, epoch). A stream keeps its own order."""
+    last: Literal["train", "drop"] = "train"
+    """What becomes of the last batch when the data ends with fewer than prompts_per_step rollouts."""
+    max_prompt_tokens: Positive | None = None
+    """A longer prompt fails with an error that names it, and is counted; left out: no limit here."""
+
+    def __post_init__(self) -> None:
+        _require_one_source(self.path, self.source, self.options)
+
+
+class Evaluation(Table, frozen=True, kw_only=True):
+    """Answers to held-out prompts, scored between train steps; columns are named as in [data]."""
+
+    every: Count = 0
+    """Train steps between evaluations; 0: never."""
+    path: Name | None = None
+    """As data.path."""
+    source: Name | None = None
+    """As data.source."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """As data.options."""
+    prompts: Positive = 64
+    """Prompts per evaluation: the first ones of the set."""
+    temperature: Amount = 0.0
+    """Sampling temperature; 0: greedy."""
+    max_hold: Amount = 60.0
+    """Seconds that a publish waits for an evaluation to finish; 0: not at all."""
+
+    def __post_init__(self) -> None:
+        if self.every or self.path is not None or self.source is not None:
+            _require_one_source(self.path, self.source, self.options)
+
+    def rows(self, data: Data) -> Data:
+        """The [data] table of the held-out set: one pass in its own order, columns as in `data`."""
+        return msgspec.structs.replace(
+            data, path=self.path, source=self.source, options=self.options, epochs=1, shuffle=False
+        )
+
+
+class Publish(Table, frozen=True, kw_only=True):
+    """How new weights reach the engines that follow."""
+
+    every: Positive = 1
+    """Train steps between two publishes that move bytes; at most lookahead + 1."""
+    mode: Literal["in_flight", "drain"] = "in_flight"
+    """Swap weights at a token boundary of running answers, or let them finish first."""
+    kv: Literal["rebuild", "keep"] = "rebuild"
+    """What becomes of the KV cache of running answers: recomputed, or kept and their tokens flagged kv_mixed."""
+    timeout: PositiveAmount = 300.0
+    """Seconds an engine has to take new weights before it is fenced."""
+
+
+class Checkpoint(Table, frozen=True, kw_only=True):
+    """What is saved to resume from."""
+
+    every: Count = 50
+    """Train steps between checkpoints; 0: only at the end."""
+    keep: Positive = 2
+    """The newest checkpoints that are kept."""
+    payloads: bool = True
+    """Save ready rollouts too; otherwise their prompts are answered again after a resume."""
+
+
+class Observe(Table, frozen=True, kw_only=True):
+    """What is shown while the run goes."""
+
+    console: Literal["auto", "plain", "off"] = "auto"
+    """A live view on a terminal and lines elsewhere, always lines, or nothing."""
+    trace: bool = True
+    """Write trace.json, the timeline, at the end."""
+    trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    """Also send metrics there (extra `asyncrlhf[trackers]`)."""
+
+
+class Config(Table, frozen=True, kw_only=True):
+    """A whole run. `lookahead` and `off_policy` are filled in when left out, so neither is None afterwards."""
+
+    algorithm: Name
+    """Import path "module:Class" of an Algorithm."""
+    runtime: str = "inproc"
+    """Where engines live: "inproc", in threads of this process."""
+    seed: Count = 0
+    """Of the data order, the sampling and the initial weights."""
+    train_steps: Positive | None = None
+    """Batches to train on; left out: until the data ends (data.epochs)."""
+    prompts_per_step: Positive
+    """B: prompts in one train step."""
+    answers_per_prompt: Positive = 1
+    """n: answers sampled to each prompt."""
+    run_dir: Name
+    """Directory of this run, relative to the current directory."""
+    resume: Name = "auto"
+    """"auto": go on from the newest checkpoint of run_dir, if there is one. "never": start anew. Else: a checkpoint."""
+    after: list[Name] = field(default_factory=list)
+    """Configuration files, relative to this one, whose runs must be complete first; complete ones are reused."""
+    max_staleness: Count = 0
+    """K: the hard bound on t - w_i of a trained token, in policy versions; 0: synchronous."""
+    lookahead: Count | None = None
+    """D: batches that generation may be ahead, in policy versions, at most K; left out: ceil(K / 2)."""
+    at_deadline: Literal["mask", "wait", "drop"] = "mask"
+    """What happens to a rollout that reaches the bound: its old tokens are masked, training waits, or it is dropped."""
+    order: Literal["ready", "admission"] = "ready"
+    """Which ready rollouts train first: the earliest deadline, or strictly as admitted (reproducible)."""
+    off_policy: Literal["none", "truncated_is", "masked_is", "decoupled"] | None = None
+    """Correction for tokens of older versions; must be chosen when max_staleness > 0; left out at 0: "none"."""
+    off_policy_cap: Annotated[float, Meta(gt=1)] = 2.0
+    """Importance ratio above which the correction truncates or masks a token."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The algorithm's own fields."""
+    limits: Limits = Limits()
+    """When to give up, and what may be held."""
+    data: Data
+    """Where prompts come from."""
+    evaluation: Evaluation = Evaluation()
+    """Held-out prompts."""
+    publish: Publish = Publish()
+    """How new weights reach the engines that follow."""
+    checkpoint: Checkpoint = Checkpoint()
+    """What is saved to resume from."""
+    observe: Observe = Observe()
+    """What is shown."""
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """One raw table per model group; the algorithm's fields say which of ROLES each is."""
+    directory: str = ""
+    """Directory of the file this came from, where `after` and import paths start; filled in by `load`."""
+
+    def __post_init__(self) -> None:
+        if self.lookahead is None:
+            msgspec.structs.force_setattr(self, "lookahead", (self.max_staleness + 1) // 2)
+        if self.off_policy is None and self.max_staleness == 0:
+            msgspec.structs.force_setattr(self, "off_policy", "none")
+        require_import_path("algorithm", self.algorithm, "algorithms.grpo:GRPO")
+        if self.runtime not in RUNTIMES:
+            known = '"' + '", "'.join(RUNTIMES) + '"'
+            raise ConfigError(f'runtime = "{self.runtime}" is not there yet; use {known}')
+        self._check_staleness()
+        if self.train_steps is None and self.data.epochs is None:
+            raise ConfigError("train_steps, data.epochs: neither is set, so the run has no end; set one or both")
+        least = self.limits.min_answers
+        if least is not None and least > self.answers_per_prompt:
+            raise ConfigError(
+                f"limits.min_answers = {least} is above answers_per_prompt = {self.answers_per_prompt}, so no rollout "
+                "could train; lower the first or raise the second"
+            )
+
+    def _check_staleness(self) -> None:
+        bound, ahead = self.max_staleness, self.lookahead or 0
+        if ahead > bound:
+            raise ConfigError(
+                f"lookahead = {ahead} is above max_staleness = {bound}: generation would run ahead of what may be "
+                "trained; lower the first or raise the second (2 * lookahead is a good bound)"
+            )
+        if self.order == "admission" and self.at_deadline != "mask":
+            raise ConfigError(
+                f'order = "admission" never lets a rollout reach its deadline, so at_deadline = "{self.at_deadline}" '
+                'has nothing to do; remove at_deadline, or set order = "ready"'
+            )
+        if self.off_policy is None:
+            raise ConfigError(
+                f"off_policy is not chosen and max_staleness = {bound} trains on older versions; set it to "
+                '"decoupled", "truncated_is" or "masked_is", or to "none" to train uncorrected'
+            )
+        if self.publish.every > ahead + 1:
+            raise ConfigError(
+                f"publish.every = {self.publish.every} is above lookahead + 1 = {ahead + 1}: generation would wait for "
+                f"weights that only later steps publish, for ever; set it to {ahead + 1} or less, or raise lookahead"
+            )

@@ -1,0 +1,254 @@
+"""Coordinator: the version clock. Closes train steps and publishes weights in two phases.
+
+`publish` waits for the trained model's weights and then for every serving engine (prepare, then commit); an engine
+that fails or is late is fenced, restarted, and joins at the newest version. `serve` runs those restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
+
+from msgspec.structs import replace
+
+from asyncrlhf.control.evaluation import Evaluator
+from asyncrlhf.control.membership import Membership
+from asyncrlhf.errors import AsyncRLHFError, GroupError, PublishRefused
+from asyncrlhf.flow.gate import Gate
+from asyncrlhf.groups import RolloutGroup, TrainGroup
+from asyncrlhf.groups.rollout import Replica
+from asyncrlhf.messages import WeightHandle
+from asyncrlhf.observe.events import Fenced, Published, StepEnded
+from asyncrlhf.observe.log import EventLog
+
+__all__ = ("Coordinator",)
+
+
+class Coordinator:
+    """One per policy clock."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        trained: Sequence[TrainGroup],
+        followers: Sequence[RolloutGroup],
+        log: EventLog,
+        *,
+        mode: Literal["in_flight", "drain"] = "in_flight",
+        timeout: float = 300.0,
+        evaluator: Evaluator | None = None,
+        after_step: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        """`timeout`: seconds an engine may take for one phase. `after_step(version)` is awaited at each boundary."""
+        self.publish_count = 0
+        self._gate, self._trained, self._followers, self._emit = gate, trained, followers, log.emit
+        self._mode, self._timeout, self._evaluator, self._after_step = mode, timeout, evaluator, after_step
+        self._members = Membership((r.key for f in followers for r in f.replicas), gate.ledger.step)
+        self._weights: dict[str, WeightHandle] = {}
+        self._whole: dict[str, WeightHandle] = {}
+        self._joined = asyncio.Event()
+        self._fenced: list[str] = []
+        self._step_began = time.perf_counter()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._stop = asyncio.Event()
+        for follower in followers:
+            follower.on_failure = self._failed(follower)
+
+    @property
+    def version(self) -> int:
+        """V: train steps contained in the trained weights."""
+        return self._gate.ledger.step - (self._gate.ledger.training is not None)
+
+    async def serve(self) -> None:
+        """Runs restarts and evaluations until `close`."""
+        async with asyncio.TaskGroup() as self._tasks:
+            await self._stop.wait()
+            if self._evaluator is not None:
+                await self._evaluator.finish()
+
+    def close(self) -> None:
+        self._stop.set()
+
+    async def start(self) -> None:
+        """Launch or resume: commit V to every engine before the first lease."""
+        version = self.version
+        for group in self._trained:
+            if any(follower.follows == group.name for follower in self._followers):
+                self._remember(group.name, await group.export(version))
+        async with asyncio.TaskGroup() as tasks:
+            for follower in self._followers:
+                for replica in follower.replicas:
+                    tasks.create_task(self._send(follower, replica))
+        for follower in self._followers:
+            for replica in follower.replicas:
+                replica.serving = True
+        self._gate.publish(version)
+        self._step_began = time.perf_counter()
+
+    async def publish(self, *groups: TrainGroup) -> None:
+        """Close train step t, once: void if no optimizer step of any trained model was applied, else V = t + 1.
+
+        Then, if `publish.every` says so, bring the weights of `groups` to the engines that follow them, and return
+        when all have committed. Raises PublishRefused when weights fail the gate, GroupError when an engine is lost.
+        """
+        training = self._gate.ledger.training
+        if training is None:
+            raise RuntimeError("publish() closes a train step, and none is open: call it once per batch")
+        closed = [group.closed_step() for group in self._trained]
+        if not any(applied for applied, _ in closed):
+            reasons = [reason for _, rejected in closed for reason in rejected]
+            reason = "not_finite" if "not_finite" in reasons else "no_signal"
+            self._gate.void(reason)
+            self._end_step(training.step, void=True, reason=reason)
+            return
+        self._gate.applied()
+        began = time.perf_counter()
+        if self._gate.ledger.due():
+            if self._evaluator is not None:
+                await self._evaluator.hold()
+            await self._move(groups, began)
+        version = self.version
+        self._end_step(training.step, void=False, reason="")
+        if self._evaluator is not None and self._tasks is not None and not self._gate.stopping:
+            self._evaluator.start(version, self._tasks)
+        if self._after_step is not None:
+            await self._after_step(version)
+            self._step_began = time.perf_counter()
+
+    # ---- moving weights ----------------------------------------------------------------------------------------
+    async def _move(self, groups: Sequence[TrainGroup], began: float) -> None:
+        version = self.version
+        moved: list[WeightHandle] = []
+        followers = [f for f in self._followers if f.follows in {group.name for group in groups}]
+        if followers:
+            sources = {follower.follows for follower in followers}
+            for group in groups:
+                if group.name in sources:
+                    moved.append(await group.export(version))
+                    self._remember(group.name, moved[-1])
+            self._members.prepare(version)
+            self._fenced = []
+            try:
+                await self._phase("prepare")
+                await self._phase("commit")
+                while not self._members.serving:
+                    self._joined.clear()
+                    await self._joined.wait()
+            finally:
+                if self._mode == "drain":
+                    for follower in followers:
+                        await follower.release()
+            self._gate.publish(self._members.published)
+        else:
+            self._gate.publish(version)
+        self.publish_count += 1
+        seconds = time.perf_counter() - began
+        self._emit(
+            Published(
+                version=version,
+                changed=any(handle.changed for handle in moved),
+                byte_count=sum(handle.byte_count for handle in moved if handle.changed),
+                seconds=seconds,
+                exposed=seconds,
+                fenced=tuple(self._fenced),
+            )
+        )
+
+    async def _phase(self, phase: Literal["prepare", "commit"]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for follower in self._followers:
+                for replica in follower.replicas:
+                    behind = self._members.serving.get(replica.key, self._members.target) < self._members.target
+                    if replica.serving and behind:
+                        tasks.create_task(self._one(phase, follower, replica), name=f"{phase} {replica.key}")
+
+    async def _one(self, phase: Literal["prepare", "commit"], follower: RolloutGroup, replica: Replica) -> None:
+        incarnation = self._members.incarnation[replica.key]
+        weights = self._weights[follower.follows]
+        try:
+            async with asyncio.timeout(self._timeout):
+                if phase == "prepare":
+                    await follower.prepare(replica, weights)
+                    self._members.acknowledge(replica.key, incarnation)
+                    return
+                if self._mode == "drain":
+                    await follower.drained(replica)
+                await follower.commit(replica, weights.version)
+                self._members.commit(replica.key, incarnation)
+        except PublishRefused:
+            raise
+        except TimeoutError:
+            self._fence(follower, replica, incarnation, f"no answer to {phase} within publish.timeout = {self._timeout} s")
+        except GroupError as error:
+            self._fence(follower, replica, incarnation, str(error))
+
+    def _remember(self, source: str, weights: WeightHandle) -> None:
+        self._weights[source] = weights
+        if weights.changed or source not in self._whole:
+            self._whole[source] = replace(weights, changed=True)
+
+    async def _send(self, follower: RolloutGroup, replica: Replica) -> int:
+        """Both phases for an engine that does not serve yet; gives the version it then holds."""
+        weights = replace(self._whole[follower.follows], version=self._weights[follower.follows].version)
+        async with asyncio.timeout(self._timeout):
+            await follower.prepare(replica, weights)
+            await follower.commit(replica, weights.version)
+        return weights.version
+
+    # ---- fencing -------------------------------------------------------------------------------------------------
+    def _failed(self, follower: RolloutGroup) -> Callable[[Replica, str], None]:
+        return lambda replica, reason: self._fence(
+            follower, replica, self._members.incarnation[replica.key], reason
+        )
+
+    def _fence(self, follower: RolloutGroup, replica: Replica, incarnation: int, reason: str) -> None:
+        if incarnation != self._members.incarnation[replica.key]:
+            return
+        self._members.fence(replica.key)
+        self._fenced.append(replica.key)
+        first_line = reason.splitlines()[0]
+        self._emit(Fenced(group=follower.name, rank=replica.spec.rank, incarnation=incarnation, reason=first_line))
+        follower.fence(replica, first_line)
+        if self._tasks is not None and not self._stop.is_set():
+            self._tasks.create_task(self._revive(follower, replica, reason), name=f"restart {replica.key}")
+
+    async def _revive(self, follower: RolloutGroup, replica: Replica, reason: str) -> None:
+        await follower.restart(replica, reason)
+        try:
+            while await self._send(follower, replica) < self._members.target:
+                continue  # a publish began meanwhile: this engine joins at the version in flight
+        except (AsyncRLHFError, TimeoutError) as error:
+            raise GroupError(f"{replica.key} was restarted and did not take the weights: {error}") from error
+        self._members.join(replica.key)
+        replica.serving = True
+        self._joined.set()
+        await follower.release()
+
+    def _end_step(self, step: int, *, void: bool, reason: str) -> None:
+        ledger, now = self._gate.ledger, time.perf_counter()
+        account = ledger.account()
+        self._emit(
+            StepEnded(
+                train_step=step,
+                void=void,
+                reason=reason,
+                policy_version=self.version,
+                published_version=ledger.published if ledger.published is not None else -1,
+                publish_count=self.publish_count,
+                tokens={
+                    "generated": account.tokens.generated,
+                    "trained": account.tokens.trained,
+                    "masked": account.tokens.masked,
+                    "dropped": account.tokens.dropped,
+                    "open": account.tokens.open,
+                },
+                leases={
+                    **account.counts,
+                    **{f"again({name})": count for name, count in account.leased_again.items()},
+                },
+                seconds=now - self._step_began,
+            )
+        )
+        self._step_began = now

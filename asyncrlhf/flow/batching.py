@@ -1,0 +1,156 @@
+"""From popped experiences to a TrainBatch: columns, and the mask that keeps the bound."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from statistics import fmean, pstdev
+from typing import Any, cast
+
+import numpy as np
+
+from asyncrlhf.flow.gate import Popped
+from asyncrlhf.messages import Array, ArrayColumn, Experience, PerSample, PerToken, Sample, TrainBatch
+from asyncrlhf.messages.batch import Level
+from asyncrlhf.observe.events import Popped as PoppedEvent
+
+__all__ = ("build_batch", "experience_columns", "popped_event", "rows_of")
+
+
+@cache
+def experience_columns(kind: type[Experience]) -> dict[str, Level]:
+    """The columns an Experience class brings, by field name. Raises TypeError for a field of another type."""
+    columns: dict[str, Level] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        if name in ("rollout", "trainable") or name.startswith("_"):
+            continue
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if PerSample in options:
+            columns[name] = "sample"
+        elif PerToken in options:
+            columns[name] = "token"
+        else:
+            raise TypeError(
+                f"{kind.__name__}.{name} is {hint}; annotate columns of an Experience PerSample (one number per "
+                "answer) or PerToken (one number per response token), or either with `| None`"
+            )
+    return columns
+
+
+def rows_of(experiences: Sequence[Experience]) -> list[tuple[int, Experience, int, Sample]]:
+    """(rollout number, experience, answer number, sample) for every row, in batch order."""
+    return [(g, e, i, s) for g, e in enumerate(experiences) for i, s in enumerate(e.rollout.samples)]
+
+
+def build_batch(popped: Popped, max_staleness: int) -> TrainBatch:
+    """The TrainBatch of a pop. Masked: tokens older than the bound, not trainable, or written by an environment.
+
+    Raises ValueError when an experience's column does not fit its samples.
+    """
+    step, rows = popped.batch.step, rows_of(popped.experiences)
+    versions = [np.array(sample.versions(), np.int32) for _, _, _, sample in rows]
+    masks: list[Array] = []
+    for (_, experience, _, sample), row_versions in zip(rows, versions, strict=True):
+        mask = (step - row_versions <= max_staleness) & _written_by_model(sample)
+        masks.append(mask.astype(np.float32) * float(experience.trainable))
+    columns = {
+        "token_ids": _column("sequence", [e.prompt.token_ids + s.token_ids for _, e, _, s in rows], np.int32),
+        "behaviour_logprobs": _column("token", [s.logprobs for _, _, _, s in rows]),
+        "versions": ArrayColumn("token", tuple(versions)),
+        "mask": ArrayColumn("token", tuple(masks)),
+    }
+    for name, level in experience_columns(type(popped.experiences[0])).items():
+        values = [_values(e, name, level, i, s) for _, e, i, s in rows]
+        if all(value is None for value in values):
+            continue
+        missing = next((e.prompt.uid for (_, e, _, _), v in zip(rows, values, strict=True) if v is None), None)
+        if missing is not None:
+            raise ValueError(f"column {name!r} is None for uid {missing} but filled for others of the same batch")
+        columns[name] = _column(level, cast(list[tuple[float, ...]], values))
+    unmasked = tuple(int(mask.sum()) for mask in masks)
+    counted = sum(popped.batch.trained.values())
+    if _from_policy(popped.experiences) and sum(unmasked) != counted:
+        raise AssertionError(f"train step {step}: mask leaves {sum(unmasked)} tokens, the ledger counted {counted}")
+    return TrainBatch(
+        train_step=step,
+        prompt_lengths=tuple(len(e.prompt.token_ids) for _, e, _, _ in rows),
+        response_lengths=tuple(len(s.token_ids) for _, _, _, s in rows),
+        unmasked=unmasked,
+        rollouts=tuple(g for g, _, _, _ in rows),
+        columns=columns,
+    )
+
+
+def popped_event(popped: Popped, batch: TrainBatch, max_staleness: int) -> PoppedEvent:
+    """What the pop decided, for the event log: lags, masks by position and by length, rewards."""
+    step, rows = batch.train_step, rows_of(popped.experiences)
+    trained: Counter[int] = Counter()
+    masked: Counter[int] = Counter()
+    for version, count in popped.batch.trained.items():
+        trained[step - version] += count
+    untrainable = 0
+    by_position, by_length = np.zeros(10, np.int64), np.zeros(10, np.int64)
+    longest = max(batch.response_lengths)
+    for _, experience, _, sample in rows:
+        lags = step - np.array(sample.versions(), np.int32)
+        written = _written_by_model(sample)
+        over = (lags > max_staleness) & written
+        for lag in lags[over].tolist():
+            masked[lag] += 1
+        if not experience.trainable:
+            untrainable += int((written & ~over).sum())
+        deciles = np.arange(len(lags)) * 10 // max(1, len(lags))
+        by_position += np.bincount(deciles[over], minlength=10)
+        by_length[min(9, 10 * len(lags) // (longest + 1))] += int(over.sum())
+    rewards = [reward for experience in popped.experiences for reward in experience.rewards]
+    leases = popped.batch.leases
+    return PoppedEvent(
+        train_step=step,
+        uids=tuple(lease.uid for lease in leases),
+        reward_mean=fmean(rewards),
+        rewards_std=pstdev(rewards),
+        waited=popped.waited,
+        trained_by_lag=dict(trained),
+        masked_by_lag=dict(masked),
+        masked_untrainable=untrainable,
+        head_lags=tuple(step - min(lease.tokens, default=step) for lease in leases),
+        queue_lags=tuple(step - max(lease.tokens, default=step) for lease in leases),
+        response_lengths=batch.response_lengths,
+        masked_by_position=tuple(by_position.tolist()),
+        masked_by_length=tuple(by_length.tolist()),
+    )
+
+
+def _written_by_model(sample: Sample) -> Array:
+    """bool [T]: tokens that may be trained on."""
+    return np.array([s.source != "environment" for s in sample.segments for _ in range(s.token_count)], bool)
+
+
+def _from_policy(experiences: Sequence[Experience]) -> bool:
+    return all(s.source == "model" for e in experiences for x in e.rollout.samples for s in x.segments)
+
+
+def _values(experience: Experience, name: str, level: Level, answer: int, sample: Sample) -> Any:
+    column = getattr(experience, name)
+    if column is None:
+        return None
+    if len(column) != len(experience.rollout.samples):
+        raise ValueError(
+            f"uid {experience.prompt.uid}: column {name!r} has {len(column)} entries for "
+            f"{len(experience.rollout.samples)} answers"
+        )
+    if level == "sample":
+        return (column[answer],)
+    if len(column[answer]) != len(sample.token_ids):
+        raise ValueError(
+            f"uid {experience.prompt.uid}, answer {answer}: column {name!r} has {len(column[answer])} values for "
+            f"{len(sample.token_ids)} response tokens"
+        )
+    return column[answer]
+
+
+def _column(level: Level, rows: Sequence[Sequence[float]], dtype: type[np.generic] = np.float32) -> ArrayColumn:
+    return ArrayColumn(level, tuple(np.array(row, dtype) for row in rows))

@@ -1,0 +1,95 @@
+"""Group: a model group as an async actor. A verb is a put into its bounded inbox plus an awaited reply.
+
+Callers wait for room in the inbox and then for the reply; the actor (`serve`) waits for requests and for its engines.
+Control messages (publish, checkpoint) do not queue behind data: they go to the engines directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrlhf.errors import QueueClosed
+from asyncrlhf.flow.queue import Queue, QueueStatistics
+from asyncrlhf.messages import EngineEvent
+from asyncrlhf.messages.engines import Busy
+from asyncrlhf.observe.events import EngineBusy
+from asyncrlhf.observe.log import EventLog
+
+__all__ = ("Group", "Request")
+
+
+@dataclass(slots=True, frozen=True)
+class Request:
+    """One verb on its way through an inbox."""
+
+    verb: str
+    arguments: tuple[Any, ...]
+    reply: asyncio.Future[Any]
+
+
+class Group(ABC):
+    """Base of the typed handles. `serve` runs in the run's TaskGroup until `close`."""
+
+    def __init__(self, name: str, log: EventLog, *, inbox: int = 1024) -> None:
+        self.name = name
+        self.log = log
+        self.emit = log.emit
+        self._inbox = Queue(inbox, Request, name=f"{name}.inbox")
+
+    def statistics(self) -> QueueStatistics:
+        """How full the inbox is, and who waits for it."""
+        return self._inbox.statistics()
+
+    def close(self) -> None:
+        """Take no further requests; `serve` ends when the inbox is empty."""
+        self._inbox.close()
+
+    async def serve(self) -> None:
+        """Consumes requests, produces replies; waits for the inbox, unblocked by callers and by `close`."""
+        while True:
+            try:
+                requests = await self._inbox.get_all()
+            except QueueClosed:
+                return
+            await self.handle([request for request in requests if not request.reply.done()])
+
+    @abstractmethod
+    async def handle(self, requests: list[Request]) -> None:
+        """Answer these requests, in order."""
+
+    async def ask(self, verb: str, *arguments: Any) -> Any:
+        """Put a request and await its reply; cancelling the caller cancels the request."""
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        await self._inbox.put(Request(verb, arguments, reply))
+        return await reply
+
+    def emit_busy(self, rank: int, event: EngineEvent) -> bool:
+        """Log an engine's compute time; True if the event was one."""
+        if not isinstance(event, Busy):
+            return False
+        self.emit(
+            EngineBusy(
+                group=self.name,
+                rank=rank,
+                start=self.log.elapsed(event.start),
+                end=self.log.elapsed(event.end),
+                work=event.work,
+                token_count=event.token_count,
+            )
+        )
+        return True
+
+
+def answer(request: Request, result: Any) -> None:
+    """Give the caller its result, if it still waits."""
+    if not request.reply.done():
+        request.reply.set_result(result)
+
+
+def refuse(request: Request, error: BaseException) -> None:
+    """Give the caller an error, if it still waits."""
+    if not request.reply.done():
+        request.reply.set_exception(error)

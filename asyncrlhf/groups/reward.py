@@ -1,0 +1,59 @@
+"""RewardGroup: scores rollouts, all at once. Waits only for the scorer, which has its own limits and time-outs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Protocol
+
+from asyncrlhf.groups.group import Group, Request, answer, refuse
+from asyncrlhf.messages import PerSample, Rollout
+from asyncrlhf.observe.events import Scored
+from asyncrlhf.observe.log import EventLog
+
+__all__ = ("RewardGroup", "Scorer")
+
+
+class Scorer(Protocol):
+    """What scores the answers of one rollout, in their order. Raises SampleError naming uid and answer."""
+
+    async def score(self, rollout: Rollout) -> PerSample: ...
+
+
+class RewardGroup(Group):
+    """Rewards of finished rollouts."""
+
+    def __init__(self, name: str, log: EventLog, scorer: Scorer) -> None:
+        super().__init__(name, log, inbox=65536)
+        self._scorer = scorer
+
+    async def score(self, rollout: Rollout) -> PerSample:
+        """One reward per answer. Raises SampleError for a reward that is missing, not a number, or too late."""
+        return await self.ask("score", rollout)
+
+    async def serve(self) -> None:
+        """Consumes rollouts, produces rewards, any number at a time; cancelling a caller cancels its scoring."""
+        async with asyncio.TaskGroup() as self._tasks:
+            await super().serve()
+
+    async def handle(self, requests: list[Request]) -> None:
+        for request in requests:
+            task = self._tasks.create_task(self._score(request), name=f"{self.name}.score")
+            request.reply.add_done_callback(lambda reply, task=task: task.cancel() if reply.cancelled() else None)
+
+    async def _score(self, request: Request) -> None:
+        rollout: Rollout = request.arguments[0]
+        started = time.perf_counter()
+        try:
+            rewards = await self._scorer.score(rollout)
+        except asyncio.CancelledError:
+            if request.reply.cancelled():
+                return
+            raise
+        except Exception as error:  # a user's function: its error belongs to this sample's caller
+            refuse(request, error)
+            return
+        prompt = rollout.prompt
+        seconds = time.perf_counter() - started
+        self.emit(Scored(uid=prompt.uid, attempt=prompt.attempt, rewards=rewards, seconds=seconds))
+        answer(request, rewards)

@@ -1,0 +1,161 @@
+"""PolicyGroup and CriticGroup: models being trained. `step` is one optimizer step, any number per train step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
+from asyncrlhf.errors import AsyncRLHFError, GroupError
+from asyncrlhf.groups.group import Group, Request, answer, refuse
+from asyncrlhf.messages import (
+    Array,
+    ArrayColumn,
+    EngineEvent,
+    Failed,
+    StepResult,
+    TrainBatch,
+    WeightHandle,
+    pack,
+)
+from asyncrlhf.observe.events import OptimizerStep
+from asyncrlhf.observe.log import EventLog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from asyncrlhf.ops import Loss, Transform
+
+__all__ = ("CriticGroup", "PolicyGroup", "TrainGroup")
+
+
+class TrainGroup(Group):
+    """A trained model. One engine; its requests run one after another."""
+
+    def __init__(
+        self, name: str, log: EventLog, runtime: Runtime, spec: EngineSpec, *, needs_proximal: bool = False
+    ) -> None:
+        """`needs_proximal`: the off-policy correction compares with the policy at the start of the train step."""
+        super().__init__(name, log)
+        self.spec = spec
+        self.optimizer_steps = 0
+        self.applied_since_publish = 0
+        self.rejections_since_publish: list[str] = []
+        self._runtime = runtime
+        self._engine: EngineHandle | None = None
+        self._failure: str | None = None
+        self._needs_proximal = needs_proximal
+        self._proximal: tuple[int, ArrayColumn] | None = None
+        self._stepped: int | None = None
+
+    async def start(self) -> None:
+        """Spawn the engine. Raises GroupError with the original traceback."""
+        self._engine = await self._runtime.spawn(self.spec, self._on_events)
+
+    @property
+    def engine(self) -> EngineHandle:
+        if self._engine is None:
+            raise GroupError(f"group {self.name!r} has not been started")
+        return self._engine
+
+    # ---- verbs -------------------------------------------------------------------------------------------------
+    async def step(self, batch: TrainBatch, loss: Loss) -> StepResult:
+        """One optimizer step on all rows of `batch`, which may be a mini-batch of a popped one.
+
+        Raises GroupError if the engine fails, ValueError if a batch is stepped on a second time whole although the
+        correction needs the log-probs from before the first: cut it with `batch.minibatches(count, epochs=...)`.
+        """
+        return await self.ask("step", await self._with_proximal(batch), pack(loss))
+
+    async def logprobs(self, batch: TrainBatch) -> ArrayColumn:
+        """Log-prob of every response token under the current weights, as a column."""
+        rows: Sequence[Array] = await self.ask("logprobs", batch)
+        return ArrayColumn("token", tuple(rows))
+
+    async def apply(self, transform: Transform, batch: TrainBatch) -> TrainBatch:
+        """The batch with the columns that a transform computes beside this model (GAE beside the critic)."""
+        columns: dict[str, Sequence[Array]] = await self.ask("apply", pack(transform), batch)
+        return batch.with_columns(**{name: ArrayColumn("token", tuple(rows)) for name, rows in columns.items()})
+
+    # ---- control lane ------------------------------------------------------------------------------------------
+    async def export(self, version: int) -> WeightHandle:
+        """Weights where followers can read them. Raises PublishRefused."""
+        return await self.engine.call("export", version)
+
+    async def save(self, directory: Path) -> None:
+        """Write the model as a Hugging Face directory, and beside it what the next optimizer step depends on."""
+        await self.engine.call("save_model", directory)
+        await self.engine.call("save_state", directory)
+
+    async def load(self, directory: Path) -> None:
+        """Restore what `save` wrote."""
+        await self.engine.call("load_state", directory)
+
+    def closed_step(self) -> tuple[int, list[str]]:
+        """Optimizer steps applied and reasons of those rejected since the last call (one train step)."""
+        result = self.applied_since_publish, self.rejections_since_publish
+        self.applied_since_publish, self.rejections_since_publish = 0, []
+        return result
+
+    # ---- the actor ---------------------------------------------------------------------------------------------
+    async def handle(self, requests: list[Request]) -> None:
+        for request in requests:
+            started = time.perf_counter()
+            try:
+                result = await self.engine.call(request.verb, *request.arguments)
+            except AsyncRLHFError as error:
+                refuse(request, error)
+                continue
+            if request.verb == "step":
+                self._count(request.arguments[0], result, time.perf_counter() - started)
+            answer(request, result)
+
+    def _count(self, batch: TrainBatch, result: StepResult, seconds: float) -> None:
+        if result.applied:
+            self.optimizer_steps += 1
+            self.applied_since_publish += 1
+        else:
+            self.rejections_since_publish.append(result.reason)
+        self.emit(
+            OptimizerStep(
+                group=self.name,
+                train_step=batch.train_step,
+                optimizer_step=self.optimizer_steps,
+                applied=result.applied,
+                reason=result.reason,
+                metrics=dict(result.metrics),
+                seconds=seconds,
+            )
+        )
+
+    async def _with_proximal(self, batch: TrainBatch) -> TrainBatch:
+        """One optimizer step on the popped batch takes the detached current log-probs (the engine does); mini-batches
+        take those of one forward before the first update."""
+        if not self._needs_proximal:
+            return batch
+        if batch.whole is None:
+            if self._stepped == id(batch):
+                raise ValueError(
+                    f"train step {batch.train_step}: a second optimizer step on the same whole batch would compare "
+                    "with weights that the first has changed; use batch.minibatches(count, epochs=...)"
+                )
+            self._stepped = id(batch)
+            return batch
+        if self._proximal is None or self._proximal[0] != id(batch.whole):
+            self._proximal = id(batch.whole), await self.logprobs(batch.whole)
+        return batch.with_columns(proximal_logprobs=self._proximal[1].take(batch.rows))
+
+    def _on_events(self, events: Sequence[EngineEvent]) -> None:
+        for event in events:
+            if not self.emit_busy(self.spec.rank, event) and isinstance(event, Failed):
+                self._failure = event.reason
+
+
+class PolicyGroup(TrainGroup):
+    """The policy: what is trained and followed by the rollout engines."""
+
+
+class CriticGroup(TrainGroup):
+    """A value model: `apply(GAE(...), batch)` fills advantages, `step` fits returns."""
+

@@ -1,0 +1,89 @@
+"""The closing report: a summary in about eight lines of plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ("percent", "rate", "report_lines", "short")
+
+SHOWN_LAGS = 8
+
+
+def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str]:
+    """The lines for a person, from what summary.json holds."""
+    staleness, rates, busy = summary["staleness"], summary["rates"], summary["busy"]
+    tokens, shares = summary["tokens"], summary["shares"]
+    reason = f" ({summary['reason']}: {summary['message']})" if summary["reason"] else ""
+    lines = [
+        f"{summary['status']}{reason}: {summary['train_steps']} train steps in {summary['wall_s']:.1f} s",
+        f"reward      {short(summary['reward']['first'])} -> {short(summary['reward']['last'])}{_evaluation(summary)}",
+        f"speed       {rate(rates['steps_s'])} steps/s, {rate(rates['trained_tokens_s'])} trained tokens/s, "
+        f"{rate(rates['samples_s'])} samples/s",
+        f"tokens      {tokens['generated']:,} generated = {tokens['trained']:,} trained + {tokens['masked']:,} masked + "
+        f"{tokens['dropped']:,} dropped + {tokens['open']:,} open; useful {percent(summary['useful_token_fraction'])}",
+        f"staleness   lag {short(staleness['mean_token_lag'])} mean, {short(staleness['max_token_lag'])} max, bound "
+        f"{short(staleness['bound'])}; masked {percent(staleness['masked_fraction'])}, expired "
+        f"{percent(staleness['expired_fraction'])}; lags {_histogram(staleness['histograms']['token'])}",
+        f"busy        generate {percent(busy['generate'])} (sync {percent(shares['generate']['sync'])}), train "
+        f"{percent(busy['train'])} (waits {percent(shares['train']['wait'])}, sync {percent(shares['train']['sync'])})",
+        f"overlap     {percent(summary['overlap_efficiency'])} efficient, exposed sync "
+        f"{short(summary['exposed_sync_s'])} s a step, speed-up bound {short(summary['speedup_bound'])}x",
+    ]
+    if summary["rejected_steps"] or summary["void_steps"] or summary["nonfinite_values"] or summary["failed_leases"]:
+        lines.append(
+            f"trouble     {summary['rejected_steps']} rejected optimizer steps, {summary['void_steps']} void train steps, "
+            f"{summary['nonfinite_values']} numbers not finite, {summary['failed_leases']} failed leases"
+        )
+    if staleness["masked_fraction"]:
+        lines.append(
+            f"masked      by position {_deciles(staleness['masked_by_position'])}; by length "
+            f"{_deciles(staleness['masked_by_length'])} (tenths, % of all tokens)"
+        )
+    if directory is not None:
+        lines.append(
+            f"files       {directory}: summary.json, metrics.jsonl, events.jsonl, trace.json (ui.perfetto.dev)"
+        )
+    return lines
+
+
+def short(value: float | None) -> str:
+    """At most three digits after the point; "-" for what does not exist."""
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def rate(value: float | None) -> str:
+    """A number a second: two significant digits at least."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 1 else f"{value:.2g}"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    return "-" if share is None else f"{100 * share:.{digits}f}%"
+
+
+def _evaluation(summary: Mapping[str, Any]) -> str:
+    evaluation = summary["evaluation"]
+    if evaluation["label"] is None:
+        return ""
+    return f"; evaluation {short(evaluation['first'])} -> {short(evaluation['last'])} at {evaluation['label']}"
+
+
+def _histogram(counts: Mapping[int, int]) -> str:
+    """Example: "0:61% 1:35% 2:4%"; lags past the first eight are one entry."""
+    total = sum(counts.values())
+    if not total:
+        return "-"
+    lags = sorted(counts)
+    parts = [f"{lag}:{percent(counts[lag] / total, 0)}" for lag in lags[:SHOWN_LAGS]]
+    if rest := sum(counts[lag] for lag in lags[SHOWN_LAGS:]):
+        parts.append(f"{lags[SHOWN_LAGS]}+:{percent(rest / total, 0)}")
+    return " ".join(parts)
+
+
+def _deciles(shares: list[float | None]) -> str:
+    return " ".join(f"{100 * (share or 0.0):.1f}" for share in shares)

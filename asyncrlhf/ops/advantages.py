@@ -1,0 +1,94 @@
+"""Advantages computed per token: generalised advantage estimation, and whitening."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from msgspec import Meta
+
+from asyncrlhf.ops.losses import Transform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from asyncrlhf.ops.batch import MicroBatch, TokenStats
+
+__all__ = ("GAE", "gae", "whiten")
+
+
+class GAE(Transform, frozen=True, kw_only=True):
+    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438 eq. 16) with a critic's values.
+
+    Returns the columns `advantages`, `returns` (the critic's target, advantages before whitening + values) and
+    `values`. The reward of a token is the column `token_rewards` if there is one; else the row's reward falls on its
+    last token. All tokens count, masked ones too: masks apply to gradients only.
+    """
+
+    needs_forward: ClassVar[bool] = True
+
+    gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Discount per token."""
+    lam: Annotated[float, Meta(ge=0, le=1)] = 0.95
+    """0: one-step advantages, little variance; 1: the whole return, no bias."""
+    whiten: bool = True
+    """Shift and scale the advantages of unmasked tokens to mean 0 and deviation 1, over the whole batch."""
+
+    def __call__(self, new: TokenStats | None, batch: MicroBatch) -> Mapping[str, Tensor]:
+        """Raises ValueError if the model has no value head."""
+        if new is None or new.values is None:
+            raise ValueError("GAE needs values; apply it to a group whose model has head = 'value'")
+        values = new.values.detach()
+        rewards = batch.token_rewards if "token_rewards" in batch else _on_last_token(batch.rewards, batch.lengths)
+        advantages = gae(rewards, values, batch.lengths, self.gamma, self.lam)
+        returns = advantages + values
+        if self.whiten:
+            advantages = whiten(advantages, batch.mask)
+        return {"advantages": advantages, "returns": returns, "values": values}
+
+
+def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:
+    """float32 [T] advantages of rows end to end; `rewards`, `values` float32 [T], `lengths` int64 [R].
+
+    A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t; behind a row's last token A and V are 0.
+    One vector operation over rows per token position, longest rows first, so that the work is that of the tokens.
+    """
+    import torch
+
+    if not len(lengths):
+        return torch.zeros_like(values)
+    descending, order = torch.sort(lengths, descending=True)
+    ends = torch.cumsum(lengths, 0)[order]
+    rows_by_position = torch.arange(1, int(descending[0]) + 1, device=lengths.device)
+    counts = torch.searchsorted(-descending, -rows_by_position, right=True).tolist()
+    advantages = torch.zeros_like(values)
+    following = values.new_zeros(len(lengths))
+    following_values = values.new_zeros(len(lengths))
+    for distance, count in enumerate(counts, 1):
+        places = ends[:count] - distance
+        now = values[places]
+        following = rewards[places] + gamma * following_values[:count] - now + gamma * lam * following[:count]
+        following_values = now
+        advantages[places] = following
+    return advantages
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """[T] values shifted and scaled so that those with mask > 0 have mean 0 and deviation 1; masked ones move along.
+
+    With fewer than two unmasked values nothing can be scaled: they are only shifted.
+    """
+    chosen = values[mask > 0]
+    if not len(chosen):
+        return values
+    centred = values - chosen.mean()
+    if len(chosen) < 2:
+        return centred
+    return centred / (chosen.std() + 1e-8)
+
+
+def _on_last_token(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """[T] rewards that repeat their row's number at each of its tokens -> 0 but at the last token of each row."""
+    last = lengths.cumsum(0)[lengths > 0] - 1
+    return rewards.new_zeros(rewards.shape).index_copy(0, last, rewards[last])
