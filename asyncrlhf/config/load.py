@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import pkgutil
 import re
 import sys
 import tomllib
@@ -17,7 +18,7 @@ from asyncrlhf.config.convert import convert as convert
 from asyncrlhf.config.schema import Config
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("convert", "load", "resolved")
+__all__ = ("convert", "import_named", "load", "resolved")
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -50,6 +51,17 @@ def resolved(config: Config, groups: Mapping[str, msgspec.Struct]) -> str:
     table = _plain(config)
     table["groups"] = {**table["groups"], **{name: _plain(group) for name, group in groups.items()}}
     return tomli_w.dumps(table)
+
+
+def import_named(key: str, path: str) -> Any:
+    """What the "module:name" under `key` names. Raises ConfigError if it cannot be imported."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError, SyntaxError) as problem:
+        raise ConfigError(
+            f'{key} = "{path}" cannot be imported ({problem}); modules are looked for in {os.getcwd()}, beside the '
+            "configuration and among installed packages"
+        ) from problem
 
 
 def _plain(value: msgspec.Struct) -> dict[str, Any]:

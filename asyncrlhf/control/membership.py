@@ -23,7 +23,7 @@ class Membership(Generic[Engine]):
         """`version`: what every engine serves already (launch or resume)."""
         self._serving: dict[Engine, int] = dict.fromkeys(engines, version)
         self._incarnation: dict[Engine, int] = dict.fromkeys(self._serving, 0)
-        self._acknowledged: set[Engine] = set(self._serving)
+        self._acknowledged: set[Engine] = set()
         self._published = self._target = version
 
     @property

@@ -34,17 +34,18 @@ class Console:
     """View and row view. `mode` "auto" draws a panel when `stream` is a terminal; "plain" prints a line at most every
     two seconds of the run, the last step's always; "off" prints nothing at all.
 
-    Subscribe it after `summary`, whose numbers it reports. The first five notes of a kind (warnings, failed leases,
-    fenced engines, void steps) are lines, the others are counted.
+    Subscribe it to the log after `summary`, whose numbers it reports. The first five notes of a kind (warnings, failed
+    leases, fenced engines, void steps) are lines, the others are counted. When the stream breaks (its reader has gone)
+    the console falls silent and the run goes on: everything it would say is in the files.
     """
 
     def __init__(
         self, summary: Summary, directory: Path | None, *, mode: ConsoleMode = "auto", stream: TextIO | None = None
     ) -> None:
         self._summary, self._directory = summary, directory
-        self._off = mode == "off"
+        self._silent = mode == "off"
         self._stream = sys.stdout if stream is None else stream
-        self._panel = Panel(self._stream) if mode == "auto" and self._stream.isatty() else None
+        self._panel = Panel(self._stream) if mode == "auto" and Panel.fits(self._stream) else None
         self._started: RunStarted | None = None
         self._stretch = Stretch()
         self._printed_at = -LINE_SECONDS
@@ -53,22 +54,30 @@ class Console:
     def close(self) -> None:
         """Give the terminal back."""
         if self._panel is not None:
-            self._panel.close()
+            try:
+                self._panel.close()
+            except OSError:
+                self._silent = True
 
     def see_row(self, row: Row, *, live: bool) -> None:
+        if self._silent:
+            return
         if self._panel is not None:
             self._panel.add(row, live=live)
-        if live:
+        elif live:
             self._stretch.add(row)
 
     def see(self, event: Event, *, live: bool) -> None:
-        """Raises OSError when the stream is closed at the other end."""
-        if self._off:
-            return
         if isinstance(event, RunStarted):
             self._started = event
-        if not live:
+        if self._silent or not live:
             return
+        try:
+            self._say(event)
+        except OSError:
+            self._silent = True
+
+    def _say(self, event: Event) -> None:
         match event:
             case Warned():
                 self._note("warnings", f"warning: {event.message}")
@@ -85,22 +94,20 @@ class Console:
                 return
             case _:
                 pass
-        self._show(event.t)
-
-    def _show(self, now: float) -> None:
         if self._panel is not None:
-            self._panel.draw(self._started, now)
-        elif self._stretch.rows and now - self._printed_at >= LINE_SECONDS:
+            self._panel.draw(self._started, event.t, step_ended=isinstance(event, StepEnded))
+        elif self._stretch.rows and event.t - self._printed_at >= LINE_SECONDS:
             self._line()
-            self._printed_at = now
+            self._printed_at = event.t
 
     def _line(self) -> None:
         self._print(progress_line(self._stretch, self._started))
         self._stretch = Stretch()
 
     def _ended(self) -> None:
-        self.close()
-        if self._panel is None and self._stretch.rows:
+        if self._panel is not None:
+            self._panel.close()
+        if self._stretch.rows:
             self._line()
         for kind, count in self._notes.items():
             if count > NOTES_SHOWN:
@@ -116,5 +123,6 @@ class Console:
     def _print(self, text: str) -> None:
         if self._panel is not None:
             self._panel.print(text)
-        else:
-            print(text, file=self._stream, flush=True)
+            return
+        encoding = self._stream.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)

@@ -280,7 +280,7 @@ def _plain(value: object) -> float:
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    raise NotImplementedError(f"{type(value).__qualname__} has no place in an event")
+    raise TypeError(f"{type(value).__qualname__} has no place in an event")
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)

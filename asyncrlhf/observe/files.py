@@ -36,7 +36,7 @@ class LineFile:
         """Hand the buffered lines to the operating system, all of them or (with an OSError) none."""
         if not self._buffer:
             return
-        file = self._file or self._open(0)
+        file = self._file or self._open(self._written)
         pending = memoryview(bytes(self._buffer))
         try:
             while pending:

@@ -1,4 +1,4 @@
-"""The live panel on a terminal, redrawn at most four times a second and only when something happens."""
+"""The live panel on a terminal, redrawn only when something happens, at most four times a second between steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrlhf.observe.stretch import Stretch, fixed, sparkline, steps_done
 
 __all__ = ("Panel",)
 
-DRAW_SECONDS = 0.25
+DRAW_SECONDS, DRAW_STEP_SECONDS = 0.25, 0.05
 RECENT_STEPS = 20
 BAR_WIDTH = 24
 
@@ -35,6 +35,12 @@ class Panel:
         self._rewards: deque[float] = deque(maxlen=200)
         self._drawn_at = -DRAW_SECONDS
 
+    @staticmethod
+    def fits(stream: TextIO) -> bool:
+        """Can a panel be drawn on `stream`?"""
+        terminal = Terminal(file=stream)
+        return terminal.is_terminal and not terminal.is_dumb_terminal and "utf" in terminal.encoding
+
     def add(self, row: Row, *, live: bool) -> None:
         """A train step; one from before a resume only continues the reward curve."""
         reward = row.get("reward/mean")
@@ -43,9 +49,9 @@ class Panel:
         if live:
             self._recent.append(row)
 
-    def draw(self, started: RunStarted | None, now: float) -> None:
+    def draw(self, started: RunStarted | None, now: float, *, step_ended: bool) -> None:
         """`now` in seconds since the run's start."""
-        if self._closed or now - self._drawn_at < DRAW_SECONDS:
+        if self._closed or now - self._drawn_at < (DRAW_STEP_SECONDS if step_ended else DRAW_SECONDS):
             return
         self._drawn_at = now
         if self._live is None:

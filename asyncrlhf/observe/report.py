@@ -21,8 +21,9 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
         f"reward      {short(summary['reward']['first'])} -> {short(summary['reward']['last'])}{_evaluation(summary)}",
         f"speed       {rate(rates['steps_s'])} steps/s, {rate(rates['trained_tokens_s'])} trained tokens/s, "
         f"{rate(rates['samples_s'])} samples/s",
-        f"tokens      {tokens['generated']:,} generated = {tokens['trained']:,} trained + {tokens['masked']:,} masked + "
-        f"{tokens['dropped']:,} dropped + {tokens['open']:,} open; useful {percent(summary['useful_token_fraction'])}",
+        f"tokens      {tokens['generated']:,} generated = {tokens['trained']:,} trained + {tokens['masked']:,} "
+        f"masked + {tokens['dropped']:,} dropped + {tokens['open']:,} open; useful "
+        f"{percent(summary['useful_token_fraction'])}",
         f"staleness   lag {short(staleness['mean_token_lag'])} mean, {short(staleness['max_token_lag'])} max, bound "
         f"{short(staleness['bound'])}; masked {percent(staleness['masked_fraction'])}, expired "
         f"{percent(staleness['expired_fraction'])}; lags {_histogram(staleness['histograms']['token'])}",
@@ -33,8 +34,8 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
     ]
     if summary["rejected_steps"] or summary["void_steps"] or summary["nonfinite_values"] or summary["failed_leases"]:
         lines.append(
-            f"trouble     {summary['rejected_steps']} rejected optimizer steps, {summary['void_steps']} void train steps, "
-            f"{summary['nonfinite_values']} numbers not finite, {summary['failed_leases']} failed leases"
+            f"trouble     {summary['rejected_steps']} rejected optimizer steps, {summary['void_steps']} void train "
+            f"steps, {summary['nonfinite_values']} numbers not finite, {summary['failed_leases']} failed leases"
         )
     if staleness["masked_fraction"]:
         lines.append(

@@ -100,7 +100,7 @@ class Trace:
         key = (event.group, event.rank)
         last = self._open.get(key)
         if last is not None:
-            if last.work == event.work and 0 <= event.start - last.start and event.start - last.end < MERGE_SECONDS:
+            if last.work == event.work and last.start <= event.start < last.end + MERGE_SECONDS:
                 event = EngineBusy(
                     group=event.group,
                     rank=event.rank,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,9 +38,7 @@ def attend(
     if length != 1 or groups == heads or attention_mask is None or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     grouped = query.reshape(rows, groups, heads // groups, size)
-    output = F.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
-    )
+    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
     return output.reshape(rows, 1, heads, value.shape[-1]), None
 
 

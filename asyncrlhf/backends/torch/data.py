@@ -1,4 +1,4 @@
-"""From a TrainBatch to what one forward reads: rows cut into micro-batches by length, padded or packed, on the device."""
+"""From a TrainBatch to what one forward reads: micro-batches of similar length, padded or packed, on the device."""
 
 from __future__ import annotations
 
@@ -99,18 +99,18 @@ class Rows:
         for part in cut.plan(self.prompt_lengths + self.lengths - 1, chosen):
             yield self._forward(cut, part)
 
-    def micro_batch(self, columns: dict[str, Tensor], forward: Forward) -> MicroBatch:
-        """The columns of the tokens of one forward."""
+    def pick(self, columns: dict[str, Tensor], forward: Forward) -> dict[str, Tensor]:
+        """The columns of the tokens and rows of one forward, to make a MicroBatch of."""
         tokens, rows = self._to_device(forward.tokens), self._to_device(forward.rows)
-        picked = {
+        return {
             name: column.index_select(0, rows if name.startswith("sample:") else tokens)
             for name, column in columns.items()
         }
-        return MicroBatch(self._to_device(self.lengths[forward.rows]), picked)
 
-    def whole(self, columns: dict[str, Tensor]) -> MicroBatch:
-        """All rows as one MicroBatch, in their order."""
-        return MicroBatch(self._to_device(self.lengths), columns)
+    def micro_batch(self, columns: dict[str, Tensor], forward: Forward | None = None) -> MicroBatch:
+        """The MicroBatch of one forward, or of all rows in their order."""
+        lengths = self.lengths if forward is None else self.lengths[forward.rows]
+        return MicroBatch(self._to_device(lengths), columns)
 
     def _forward(self, cut: Cut, rows: Integers) -> Forward:
         prompts, lengths = self.prompt_lengths[rows], self.lengths[rows]

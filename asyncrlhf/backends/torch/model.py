@@ -156,7 +156,9 @@ def _load(directory: Path, dtype: torch.dtype, head: str, attention: str) -> Any
             )
             _start_at_zero(module.score, report["missing_keys"])
     except (ValueError, ImportError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"model = {str(directory)!r}: {error}") from error
+        raise (
+            error if isinstance(error, ConfigError) else ConfigError(f"model = {str(directory)!r}: {error}")
+        ) from error
     return module
 
 

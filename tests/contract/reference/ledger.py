@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Rules:
-    """Amendments to the literal page; every one has a witness in the project.s shared reference model."""
+    """Amendments to the literal page; every one has a witness in the model's own tests."""
 
     birth_waits_for_all_answers: bool = True  # page: min over the tokens reported so far
-    cancel_scoring_too: bool = True           # page: only running leases are cancelled
-    expired_means_over_age: bool = True       # page: "without a trainable token" (also catches zero variance)
+    cancel_scoring_too: bool = True  # page: only running leases are cancelled
+    expired_means_over_age: bool = True  # page: "without a trainable token" (also catches zero variance)
 
     @classmethod
     def page(cls):
@@ -65,7 +65,7 @@ class Lease:
 
     def birth(self, config):
         """Version the head lag counts from; never falls while the lease is live (amended rule)."""
-        if not self.tokens or config.rules.birth_waits_for_all_answers and len(self.newest) < config.answers:
+        if not self.tokens or (config.rules.birth_waits_for_all_answers and len(self.newest) < config.answers):
             return self.granted
         return min(self.tokens)
 
@@ -85,17 +85,17 @@ class Ledger:
 
     def __init__(self, config, data=None):
         self.config, self.data = config, data
-        self.step = 0                   # n: the next train step to pop
-        self.published = None           # P: undefined until the first commit
-        self.live = {}                  # key -> Lease, running | scoring | ready
-        self.training = None            # Batch popped and not yet applied or void
-        self.again = {}                 # key -> (attempt, tries): prompts waiting for a new lease
-        self.cursor = self.index = 0    # next fresh key, next admission index
-        self.done = {}                  # key -> terminal state, above the low-water mark only
-        self.low_water = 0              # every key below it is terminal
+        self.step = 0  # n: the next train step to pop
+        self.published = None  # P: undefined until the first commit
+        self.live = {}  # key -> Lease, running | scoring | ready
+        self.training = None  # Batch popped and not yet applied or void
+        self.again = {}  # key -> (attempt, tries): prompts waiting for a new lease
+        self.cursor = self.index = 0  # next fresh key, next admission index
+        self.done = {}  # key -> terminal state, above the low-water mark only
+        self.low_water = 0  # every key below it is terminal
         self.ready_bytes = self.filtered_row = self.void_row = 0
         self.count, self.tokens = Counter(), Counter()
-        self.reason = None              # how the run ends: completed | exhausted | diverged
+        self.reason = None  # how the run ends: completed | exhausted | diverged
 
     # ---- admission -------------------------------------------------------------------------------------------
     def room(self):
@@ -104,8 +104,12 @@ class Ledger:
 
     def admits(self):
         c = self.config
-        return (self.reason is None and self.published is not None and len(self.live) + 1 <= self.room()
-                and (len(self.live) < c.B or self.ready_bytes < c.byte_limit))
+        return (
+            self.reason is None
+            and self.published is not None
+            and len(self.live) + 1 <= self.room()
+            and (len(self.live) < c.B or self.ready_bytes < c.byte_limit)
+        )
 
     def data_left(self):
         return bool(self.again) or self.data is None or self.cursor < self.data
@@ -212,9 +216,9 @@ class Ledger:
         ready = [x for x in self.live.values() if x.state == "ready"]
         closing = not self.data_left() and len(ready) == len(self.live)
         if c.order == "ready":
-            chosen = sorted(ready, key=lambda x: (self.deadline(x), x.index))[:c.B]
+            chosen = sorted(ready, key=lambda x: (self.deadline(x), x.index))[: c.B]
         else:
-            chosen = sorted(self.live.values(), key=lambda x: x.index)[:c.B]
+            chosen = sorted(self.live.values(), key=lambda x: x.index)[: c.B]
         if len(chosen) < c.B and closing:
             if chosen and c.last == "drop":
                 for lease in chosen:
@@ -302,4 +306,5 @@ class Ledger:
         assert self.ready_bytes == sum(x.size for x in self.live.values() if x.state == "ready")
         assert len(self.live) <= c.B * (c.D + 1)
         if self.published is not None:
-            assert self.published <= self.step and len(self.live) <= self.room()
+            assert self.published <= self.step
+            assert len(self.live) <= self.room()

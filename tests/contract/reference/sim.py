@@ -17,17 +17,17 @@ class World:
     """Workload, faults and timing. Probabilities are per lease (filter, fail, zero) or per step (void)."""
 
     seed: int = 0
-    timing: int = 0            # seed of the durations only: permutes completion order, not contents
+    timing: int = 0  # seed of the durations only: permutes completion order, not contents
     replicas: int = 2
-    slots: int = 4             # answers one engine decodes at once
-    length: float = 8.0        # median answer length, tokens
-    sigma: float = 0.0         # log-normal spread of lengths
-    pace: int = 1              # a token takes 1..pace ticks, constant within an answer
-    reward: tuple = (0, 0)     # ticks, uniform
-    train: int = 5             # ticks per train step
-    sync: int = 1              # ticks an engine pauses to swap weights
-    latency: int = 2           # prepare and commit messages take 0..latency ticks
-    mode: str = "in_flight"    # | "drain" (engine finishes what it decodes) | "drain_granted" (all granted leases)
+    slots: int = 4  # answers one engine decodes at once
+    length: float = 8.0  # median answer length, tokens
+    sigma: float = 0.0  # log-normal spread of lengths
+    pace: int = 1  # a token takes 1..pace ticks, constant within an answer
+    reward: tuple = (0, 0)  # ticks, uniform
+    train: int = 5  # ticks per train step
+    sync: int = 1  # ticks an engine pauses to swap weights
+    latency: int = 2  # prepare and commit messages take 0..latency ticks
+    mode: str = "in_flight"  # | "drain" (engine finishes what it decodes) | "drain_granted" (all granted leases)
     p_filter: float = 0.0
     p_fail: float = 0.0
     p_zero: float = 0.0
@@ -35,11 +35,11 @@ class World:
     deaths: int = 0
     report_late: bool = False  # engines report an answer's tokens when it finishes, not as they are sampled
     continuation: bool = True  # answers of a fenced engine continue elsewhere; False: their leases are dropped
-    crashes: tuple = ()        # event numbers at which everything but the checkpoint is lost
+    crashes: tuple = ()  # event numbers at which everything but the checkpoint is lost
     checkpoint_every: int = 1
     payloads: bool = True
     data: int | None = None
-    train_steps: int = 10 ** 9
+    train_steps: int = 10**9
     wait_timeout: int | None = None
 
 
@@ -49,7 +49,7 @@ class Answer:
     def __init__(self, lease, number, left, pace):
         self.lease, self.number, self.left, self.pace = lease, number, left, pace
         self.last, self.stamp, self.since, self.reported = lease.granted, 0, None, 0
-        self.unsent = []           # (version, count) not yet reported
+        self.unsent = []  # (version, count) not yet reported
 
 
 class Simulation:
@@ -89,8 +89,11 @@ class Simulation:
         return self.ended()
 
     def ended(self):
-        return self.ledger.reason or ("train_steps" if self.ledger.training is None and self.idle
-                                      and self.ledger.step >= self.world.train_steps else None)
+        return self.ledger.reason or (
+            "train_steps"
+            if self.ledger.training is None and self.idle and self.ledger.step >= self.world.train_steps
+            else None
+        )
 
     def start(self):
         """Launch or resume: V is committed to every engine before the first lease."""
@@ -135,8 +138,14 @@ class Simulation:
         for engine in self.running:
             self.running[engine] = [a for a in self.running[engine] if self.current(a)]
         for answer in list(self.waiting):
-            free = [e for e, v in self.members.version.items() if e not in self.paused and e not in self.draining
-                    and len(self.running[e]) < self.world.slots and v >= answer.last]
+            free = [
+                e
+                for e, v in self.members.version.items()
+                if e not in self.paused
+                and e not in self.draining
+                and len(self.running[e]) < self.world.slots
+                and v >= answer.last
+            ]
             if free:
                 engine = min(free, key=lambda e: len(self.running[e]))
                 self.waiting.remove(answer)
@@ -179,8 +188,8 @@ class Simulation:
         answer.since = None
 
     def finish(self, engine, incarnation, answer, stamp):
-        if not self.current(answer):      # an old attempt: the ledger itself refuses it
-            assert not self.ledger.report(answer.lease.key, answer.lease.attempt, answer.number, 10 ** 6, 1)
+        if not self.current(answer):  # an old attempt: the ledger itself refuses it
+            assert not self.ledger.report(answer.lease.key, answer.lease.attempt, answer.number, 10**6, 1)
             self.refused += 1
             return
         if incarnation != self.members.incarnation[engine] or stamp != answer.stamp:
@@ -235,8 +244,11 @@ class Simulation:
     # ---- training and publishing -------------------------------------------------------------------------------
     def try_pop(self):
         live = len(self.ledger.live)
-        late = (self.world.wait_timeout is not None and self.waited is not None
-                and self.clock - self.waited >= self.world.wait_timeout)
+        late = (
+            self.world.wait_timeout is not None
+            and self.waited is not None
+            and self.clock - self.waited >= self.world.wait_timeout
+        )
         batch = self.ledger.pop(timed_out=late)
         if batch is None:
             if self.waited is None:

@@ -1,0 +1,69 @@
+"""The command line: `python -m asyncrlhf CONFIG.toml [key=value ...]` runs it, `... check CONFIG.toml` only looks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrlhf.errors import ConfigError, DataError
+
+__all__ = ("main",)
+
+PROGRAM = "python -m asyncrlhf"
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"asyncrlhf {version('asyncrlhf')}")
+        parser.exit()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: that of the run; 2, after one line on stderr, when the configuration or the data is refused."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    only_check = words[:1] == ["check"]
+    options = _parser(only_check).parse_args(words[1:] if only_check else words)
+    try:
+        from asyncrlhf.config.load import load
+
+        config = load(options.config, options.overrides)
+        from asyncrlhf import launch
+
+        if only_check:
+            print(launch.check(config))
+            return 0
+        return launch.run(config)
+    except (ConfigError, DataError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+
+
+def _parser(only_check: bool) -> argparse.ArgumentParser:
+    if only_check:
+        parser = argparse.ArgumentParser(
+            prog=f"{PROGRAM} check", description="Read a configuration and print what follows from it; run nothing."
+        )
+    else:
+        parser = argparse.ArgumentParser(
+            prog=PROGRAM,
+            description="Run the configuration in a TOML file.",
+            epilog=f"`{PROGRAM} check CONFIG ...` only reads it and prints sizes, bounds and warnings. Exit code: 0 "
+            "complete, 1 failed, 2 refused, 130 or 143 stopped.",
+        )
+        parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file")
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="set a key, or table.key, on top of the file; an empty value takes it out",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""AdamW under a schedule that is a pure function of the train step, with a gradient check that can refuse a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrlhf.backends.torch.options import OptimizerOptions
+
+__all__ = ("Optimizer", "learning_rate")
+
+
+def learning_rate(options: OptimizerOptions, train_step: int) -> float:
+    """Learning rate of a train step, counted from 0: above 0 at step 0, and exactly `min_ratio` of the peak from the
+    last step, total_steps - 1, on (a run of one step runs at the peak)."""
+    if train_step < options.warmup_steps:
+        return options.learning_rate * (train_step + 1) / options.warmup_steps
+    if options.schedule == "constant":
+        return options.learning_rate
+    steps = options.total_steps - 1 - options.warmup_steps
+    progress = min(1.0, (train_step - options.warmup_steps) / steps) if steps > 0 else 0.0
+    left = 1.0 - progress if options.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return options.learning_rate * (options.min_ratio + (1.0 - options.min_ratio) * left)
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101), without decay on biases and norms."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], options: OptimizerOptions) -> None:
+        self.options = options
+        self._parameters = list(parameters.values())
+        matrices = [p for p in self._parameters if p.dim() >= 2]
+        vectors = [p for p in self._parameters if p.dim() < 2]
+        self._adamw = torch.optim.AdamW(
+            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+            lr=options.learning_rate,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=all(p.device.type in ("cpu", "cuda") for p in self._parameters),
+        )
+
+    def zero_grad(self) -> None:
+        self._adamw.zero_grad(set_to_none=True)
+
+    def gradient_norm(self) -> Tensor:
+        """Global norm of the gradients, float32 []; not finite if any of them is not."""
+        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+
+    def step(self, train_step: int, norm: float) -> float:
+        """Clip gradients of global norm `norm`, apply them and drop them; gives the learning rate used."""
+        scale = self.options.max_grad_norm / (norm + 1e-6)
+        if scale < 1:
+            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], scale)
+        rate = learning_rate(self.options, train_step)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self.zero_grad()
+        return rate
+
+    def state(self) -> dict[str, Any]:
+        return self._adamw.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._adamw.load_state_dict(state)

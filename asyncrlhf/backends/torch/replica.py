@@ -1,0 +1,86 @@
+"""The weights of an engine that follows a trainer: received into a second set of buffers, taken over in one swap."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrlhf.abc import WeightTransfer
+from asyncrlhf.backends.torch.model import Model
+from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import WeightHandle, import_object
+from asyncrlhf.weights.checksum import combine, tensor_checksum
+
+__all__ = ("Replica",)
+
+
+class Replica:
+    """Two sets of buffers for the parameters of `model`: those in use, and those the next version arrives in."""
+
+    def __init__(self, model: Model, transport: str) -> None:
+        self._parameters = model.parameters()
+        self._transports: dict[str, WeightTransfer] = {transport: import_object(transport)()}
+        self._spare: dict[str, Tensor] = {}
+        self._checksum: int | None = None
+        self._prepared: WeightHandle | None = None
+
+    @torch.no_grad()
+    def prepare(self, handle: WeightHandle) -> None:
+        """Receive the weights, unless those in use are the very same.
+
+        Raises PublishRefused when the bytes do not have the announced checksum, when parameters are missing or
+        unknown, or when a shape differs.
+        """
+        self._prepared = None
+        if handle.checksum != self._checksum:
+            if not self._spare:
+                self._spare = {name: torch.empty_like(p, requires_grad=False) for name, p in self._parameters.items()}
+            digest = self._receive(handle)
+            if digest != handle.checksum:
+                raise PublishRefused(
+                    f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that "
+                    f"arrived have {digest:#x}; the weights published before stay in use"
+                )
+        self._prepared = handle
+
+    @torch.no_grad()
+    def commit(self, version: int) -> bool:
+        """Use what `prepare` brought; False if nothing had to move. Raises ValueError for another version."""
+        prepared = self._prepared
+        if prepared is None or prepared.version != version:
+            raise ValueError(
+                f"commit({version}) without prepare({version}); prepared is {prepared and prepared.version}"
+            )
+        self._prepared = None
+        if prepared.checksum == self._checksum:
+            return False
+        for name, parameter in self._parameters.items():
+            parameter.data, self._spare[name] = self._spare[name], parameter.data
+        self._checksum = prepared.checksum
+        return True
+
+    def _receive(self, handle: WeightHandle) -> int:
+        """Fill the spare buffers; gives the checksum of what is now in them (before a change of dtype, if any)."""
+        parts: dict[str, int] = {}
+        for name, tensor in self._transport(handle.transport).receive(handle.payload):
+            spare = self._spare.get(name)
+            if spare is None or spare.shape != tensor.shape:
+                raise PublishRefused(
+                    f"version {handle.version} brings {name!r} of shape {tuple(tensor.shape)}, which this model "
+                    f"{'does not have' if spare is None else f'has as {tuple(spare.shape)}'}"
+                )
+            if spare.dtype == tensor.dtype:
+                spare.copy_(tensor)
+                parts[name] = tensor_checksum(spare)
+            else:
+                arrived = tensor.to(spare.device, copy=True)
+                parts[name] = tensor_checksum(arrived)
+                spare.copy_(arrived)
+        if missing := sorted(self._spare.keys() - parts.keys()):
+            raise PublishRefused(f"version {handle.version} lacks {len(missing)} parameters, among them {missing[0]!r}")
+        return combine(parts.items())
+
+    def _transport(self, path: str) -> WeightTransfer:
+        if path not in self._transports:
+            self._transports[path] = import_object(path)()
+        return self._transports[path]

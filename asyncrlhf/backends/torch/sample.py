@@ -1,0 +1,265 @@
+"""The sampler of the torch backend: continuous batching over any Hugging Face decoder with full attention.
+
+Requests wait in a queue until a slot is free. A step samples one token for every running request: those that run
+already by a decode, those that get a slot by the prefill of their whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrlhf.abc import GenerateEngine
+from asyncrlhf.backends.torch.attention import SlotCache
+from asyncrlhf.backends.torch.model import Model
+from asyncrlhf.backends.torch.options import SamplerOptions
+from asyncrlhf.backends.torch.replica import Replica
+from asyncrlhf.backends.torch.sampling import choose, uniforms
+from asyncrlhf.backends.torch.slots import Integers, Slots
+from asyncrlhf.messages import (
+    EngineEvent,
+    Finished,
+    GenerateRequest,
+    Rejected,
+    Sample,
+    WeightHandle,
+)
+
+__all__ = ("SamplerOptions", "TorchSampler")
+
+
+class TorchSampler(GenerateEngine):
+    """Samples from a Hugging Face causal language model on one device."""
+
+    Options = SamplerOptions
+
+    def __init__(self, options: SamplerOptions) -> None:
+        self.options = options
+        self.version = options.version
+        self._model = Model(options.model, dtype=options.dtype, device=options.device)
+        self._device = self._model.device
+        positions = getattr(self._model.module.config.get_text_config(), "max_position_embeddings", None)
+        self._max_tokens = min(options.max_sequence_tokens, positions or options.max_sequence_tokens)
+        self._replica = Replica(self._model, options.transport)
+        self._slots = Slots(options.slots, self._max_tokens)
+        self._cache = SlotCache(options.slots, self._max_tokens)
+        self._places = torch.arange(self._max_tokens, device=self._device)
+        self._rows = torch.arange(options.slots, device=self._device)
+        self._waiting: deque[GenerateRequest] = deque()
+        self._known: set[str] = set()
+        self._unsent: list[EngineEvent] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._slots.count or self._waiting or self._unsent)
+
+    def add(self, requests: Sequence[GenerateRequest]) -> Sequence[EngineEvent]:
+        events: list[EngineEvent] = []
+        for request in requests:
+            if reason := self._why_not(request):
+                events.append(Rejected(request_id=request.request_id, reason=reason))
+            elif finished := _already_complete(request):
+                events.append(finished)
+            else:
+                self._known.add(request.request_id)
+                self._waiting.append(request)
+        return events
+
+    @torch.inference_mode()
+    def step(self) -> Sequence[EngineEvent]:
+        events, self._unsent = self._unsent, []
+        if self._slots.count:
+            self._decode()
+            self._finish(events)
+        if self._waiting and self._slots.free:
+            taken = self._admit()
+            for slot in range(taken.start, taken.stop):
+                if (progress := self._slots.report(slot, self.version)) is not None:
+                    events.append(progress)
+            self._finish(events)
+        return events
+
+    def abort(self, request_ids: Sequence[str]) -> Sequence[GenerateRequest]:
+        wanted = self._known.intersection(request_ids)
+        given_back = [request for request in self._waiting if request.request_id in wanted]
+        self._waiting = deque(request for request in self._waiting if request.request_id not in wanted)
+        running = self._slots.requests[: self._slots.count]
+        slots = [i for i, request in enumerate(running) if request is not None and request.request_id in wanted]
+        for slot in slots:
+            if (progress := self._slots.report(slot, self.version)) is not None:
+                self._unsent.append(progress)
+            given_back.append(self._slots.interrupt(slot, self.version))
+        self._release(np.asarray(slots, dtype=np.int64))
+        self._known -= wanted
+        return given_back
+
+    def prepare(self, weights: WeightHandle) -> None:
+        self._replica.prepare(weights)
+
+    def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
+        """Take over the prepared weights. Raises ValueError if `version` was not the last one prepared, or for an
+        unknown `kv`."""
+        if kv not in ("rebuild", "keep"):
+            raise ValueError(f"kv = {kv!r}; use 'rebuild' or 'keep'")
+        moved = self._replica.commit(version)
+        events: list[EngineEvent] = []
+        for slot in range(self._slots.count):
+            if (progress := self._slots.report(slot, self.version)) is not None:
+                events.append(progress)
+            self._slots.close_run(slot, self.version)
+        self.version = version
+        if moved and self._slots.count:
+            if kv == "rebuild":
+                self._rebuild()
+            else:
+                self._slots.kv_mixed[: self._slots.count] = True
+        return events
+
+    def _why_not(self, request: GenerateRequest) -> str:
+        """Why a request cannot be answered; empty if it can."""
+        prompt, done = request.prompt_token_ids, request.tokens
+        if self.version < 0:
+            return "no weights were committed yet; publish a version first"
+        if request.request_id in self._known:
+            return f"request {request.request_id!r} is running already"
+        if not prompt:
+            return "the prompt has no token"
+        if request.max_tokens < 1:
+            return f"max_tokens = {request.max_tokens}; an answer takes at least 1"
+        if len(prompt) + request.max_tokens > self._max_tokens:
+            return (
+                f"a prompt of {len(prompt)} tokens and max_tokens = {request.max_tokens} need "
+                f"{len(prompt) + request.max_tokens} places; this engine has {self._max_tokens} (the smaller of "
+                "max_sequence_tokens and the model's max_position_embeddings)"
+            )
+        if request.temperature < 0:
+            return f"temperature = {request.temperature}; use 0 or more"
+        lowest, highest = min(*prompt, *done, 0), max(*prompt, *done, 0)
+        if lowest < 0 or highest >= self._model.vocabulary_size:
+            return (
+                f"token {lowest if lowest < 0 else highest} is outside the vocabulary of {self._model.vocabulary_size}"
+            )
+        if not len(done) == len(request.logprobs) == sum(s.token_count for s in request.segments):
+            return (
+                f"{len(done)} tokens to continue from come with {len(request.logprobs)} log-probs and segments of "
+                f"{sum(s.token_count for s in request.segments)} tokens"
+            )
+        return ""
+
+    def _decode(self) -> None:
+        count = self._slots.count
+        positions = torch.from_numpy(self._slots.positions).to(self._device)
+        extent = int(self._slots.positions.max()) + 1
+        self._cache.begin_decode(self._rows[:count], positions, extent)
+        hidden = self._places.new_zeros((), dtype=self._model.module.dtype)
+        mask = torch.where(self._places[:extent] <= positions[:, None], hidden, -torch.inf)[:, None, None]
+        logits = self._model.forward(
+            torch.from_numpy(self._slots.last_token[:count, None]).to(self._device),
+            self._rows[:count],
+            position_ids=positions[:, None],
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._sample(slice(0, count), logits)
+
+    def _admit(self) -> slice:
+        """Give free slots to waiting requests and sample their next token."""
+        count = min(self._slots.free, len(self._waiting))
+        requests = [self._waiting.popleft() for _ in range(count)]
+        taken = self._slots.take(requests)
+        sequences = [np.asarray(r.prompt_token_ids + r.tokens, dtype=np.int64) for r in requests]
+        self._sample(taken, self._prefill(np.arange(taken.start, taken.stop), sequences))
+        return taken
+
+    def _prefill(self, slots: Integers, sequences: list[NDArray[np.int64]]) -> Tensor:
+        """Write the KV cache of whole sequences; gives the logits [N, V] behind the last token of each.
+
+        Equal sequences (the answers to one prompt) are computed once.
+        """
+        places: dict[bytes, int] = {}
+        source = np.asarray([places.setdefault(s.tobytes(), len(places)) for s in sequences])
+        _, first = np.unique(source, return_index=True)
+        lengths = np.asarray([len(sequences[i]) for i in first])
+        order = np.argsort(lengths, kind="stable")
+        found: list[Tensor] = []
+        start = 0
+        ranked = np.empty_like(order)
+        ranked[order] = np.arange(len(order))
+        while start < len(order):
+            end = start + 1
+            while end < len(order) and lengths[order[end]] * (end + 1 - start) <= self.options.prefill_tokens:
+                end += 1
+            found.append(
+                self._prefill_part(slots, ranked[source], start, [sequences[first[i]] for i in order[start:end]])
+            )
+            start = end
+        logits = found[0] if len(found) == 1 else torch.cat(found)
+        return logits[torch.from_numpy(ranked[source]).to(self._device)]
+
+    def _prefill_part(self, slots: Integers, source: Integers, start: int, sequences: list[Integers]) -> Tensor:
+        lengths = np.asarray([len(sequence) for sequence in sequences])
+        width = int(lengths[-1])
+        ids = np.zeros((len(sequences), width), dtype=np.int64)
+        ids[np.arange(width) < lengths[:, None]] = np.concatenate(sequences)
+        chosen = (source >= start) & (source < start + len(sequences))
+        self._cache.begin_prefill(
+            torch.from_numpy(slots[chosen]).to(self._device), torch.from_numpy(source[chosen] - start).to(self._device)
+        )
+        return self._model.forward(
+            torch.from_numpy(ids).to(self._device),
+            torch.from_numpy(np.arange(len(sequences)) * width + lengths - 1).to(self._device),
+            position_ids=self._places[None, :width],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+
+    @torch.inference_mode()
+    def _rebuild(self) -> None:
+        """Compute the KV cache of all running requests anew, under the weights in use."""
+        slots = np.arange(self._slots.count)
+        self._prefill(slots, [self._slots.sequence(slot) for slot in slots])
+
+    def _sample(self, taken: slice, logits: Tensor) -> None:
+        numbers = uniforms(self._slots.key[taken], self._slots.length[taken])
+        tokens, logprobs = choose(logits, self._slots.temperature[taken], numbers)
+        self._slots.append(taken, tokens.cpu().numpy(), logprobs.cpu().numpy())
+
+    def _finish(self, events: list[EngineEvent]) -> None:
+        slots = self._slots.finished()
+        for slot in slots.tolist():
+            if (progress := self._slots.report(slot, self.version)) is not None:
+                events.append(progress)
+            finished = self._slots.finish(slot, self.version)
+            self._known.discard(finished.request_id)
+            events.append(finished)
+        self._release(slots)
+
+    def _release(self, slots: Integers) -> None:
+        if not len(slots):
+            return
+        source, target = self._slots.release(slots)
+        if len(source):
+            extent = int(self._slots.positions.max()) + 1
+            self._cache.move(
+                torch.from_numpy(source).to(self._device), torch.from_numpy(target).to(self._device), extent
+            )
+
+
+def _already_complete(request: GenerateRequest) -> Finished | None:
+    """The answer of a request that had nothing left to sample when it was interrupted."""
+    stopped = bool(request.tokens) and request.tokens[-1] in request.stop_token_ids
+    if not stopped and len(request.tokens) < request.max_tokens:
+        return None
+    sample = Sample(
+        token_ids=request.tokens,
+        logprobs=request.logprobs,
+        segments=request.segments,
+        finish_reason="stop" if stopped else "length",
+    )
+    return Finished(request_id=request.request_id, sample=sample)

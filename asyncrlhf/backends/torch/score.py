@@ -1,0 +1,52 @@
+"""The scoring engine of the torch backend: log-probs of answers under a frozen model, with the trainer's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from asyncrlhf.abc import ScoreEngine
+from asyncrlhf.backends.torch.data import Cut, Rows, split_by_row
+from asyncrlhf.backends.torch.model import Model
+from asyncrlhf.backends.torch.options import ScorerOptions
+from asyncrlhf.messages import Array, TrainBatch
+
+__all__ = ("ScorerOptions", "TorchScorer", "response_logprobs")
+
+
+class TorchScorer(ScoreEngine):
+    """A frozen Hugging Face causal language model, such as the reference of a KL penalty."""
+
+    Options = ScorerOptions
+
+    def __init__(self, options: ScorerOptions) -> None:
+        self.options = options
+        packed = options.layout == "packed"
+        self._model = Model(options.model, dtype=options.dtype, device=options.device, packed=packed)
+        self._cut = Cut(
+            tokens=options.micro_batch_tokens,
+            rows=options.micro_batch_rows,
+            packed=packed,
+            flash=self._model.uses_flash,
+        )
+
+    def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
+        return response_logprobs(self._model, batch, self._cut, self.options.temperature)
+
+
+@torch.inference_mode()
+def response_logprobs(model: Model, batch: TrainBatch, cut: Cut, temperature: float) -> list[Array]:
+    """Log-prob of every response token, float32 [response length] per row, in the order of the rows.
+
+    Raises ValueError for a model with a value head.
+    """
+    if model.head != "lm":
+        raise ValueError(f"{str(model.directory)!r} was loaded with a value head, which has no log-probs")
+    rows = Rows(batch, model.device)
+    found = np.zeros(batch.token_count, dtype=np.float32)
+    for forward in rows.forwards(cut):
+        stats = model.token_stats(**forward.arguments, temperature=temperature)
+        found[forward.tokens] = stats.logprobs.cpu().numpy()
+    return split_by_row(found, batch.response_lengths)

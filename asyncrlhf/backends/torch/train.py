@@ -1,0 +1,195 @@
+"""The training engine of the torch backend: one model, one optimizer, and micro-batches that cannot change the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrlhf.abc import TrainEngine
+from asyncrlhf.backends.torch.data import Cut, Forward, Rows, split_by_row
+from asyncrlhf.backends.torch.measure import Measures
+from asyncrlhf.backends.torch.model import Model
+from asyncrlhf.backends.torch.optimizer import Optimizer
+from asyncrlhf.backends.torch.options import OptimizerOptions as OptimizerOptions
+from asyncrlhf.backends.torch.options import TrainerOptions
+from asyncrlhf.backends.torch.score import response_logprobs
+from asyncrlhf.backends.torch.state import load_state, save_model, save_state
+from asyncrlhf.errors import ConfigError, PublishRefused
+from asyncrlhf.messages import Array, Packed, StepResult, TrainBatch, WeightHandle, import_object, unpack
+from asyncrlhf.ops import Loss, TokenStats, Transform
+from asyncrlhf.ops.corrections import fill
+from asyncrlhf.weights.checksum import checksum
+
+__all__ = ("OptimizerOptions", "TorchTrainer", "TrainerOptions")
+
+
+class TorchTrainer(TrainEngine):
+    """Trains a Hugging Face causal language model, or a critic with a value head, on one device."""
+
+    Options = TrainerOptions
+
+    def __init__(self, options: TrainerOptions) -> None:
+        self.options = options
+        self._model = Model(
+            options.model,
+            dtype=options.dtype,
+            device=options.device,
+            head=options.head,
+            packed=options.layout == "packed",
+            trained=True,
+        )
+        if options.gradient_checkpointing:
+            self._model.module.gradient_checkpointing_enable({"use_reentrant": False})
+        self._optimizer = Optimizer(self._model.parameters(), options.optimizer)
+        self._cut = Cut(
+            tokens=options.micro_batch_tokens,
+            rows=options.micro_batch_rows,
+            packed=options.layout == "packed",
+            flash=self._model.uses_flash,
+        )
+        self._transport = import_object(options.transport)()
+        self._exported: tuple[int, Mapping[str, Any]] | None = None
+        self._stepped_in = -1
+
+    def step(self, batch: TrainBatch, loss: Packed) -> StepResult:
+        """One optimizer step; see TrainEngine. Raises ConfigError for reduction "constant" without
+        `max_response_tokens`, ValueError for a loss that does not give one value per token."""
+        function: Loss = unpack(loss)
+        rows = Rows(batch, self._model.device)
+        chosen = np.arange(len(batch)) if function.uses_masked_rows else np.flatnonzero(rows.unmasked)
+        if not rows.unmasked.any():
+            return StepResult(applied=False, reason="empty")
+        columns = rows.columns()
+        columns["coefficient"] = torch.from_numpy(self._coefficients(function, rows)).to(self._model.device)
+        measures = Measures(first=self._stepped_in != batch.train_step, train_step=batch.train_step)
+        self._optimizer.zero_grad()
+        for forward in rows.forwards(self._cut, chosen):
+            self._backward(function, rows, rows.pick(columns, forward), forward, measures)
+        norm = self._optimizer.gradient_norm().item()
+        metrics = measures.result() | {"grad_norm": norm}
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            return StepResult(applied=False, reason="not_finite", metrics=metrics)
+        metrics["learning_rate"] = self._optimizer.step(batch.train_step, norm)
+        self._stepped_in = batch.train_step
+        return StepResult(applied=True, metrics=metrics)
+
+    def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
+        return response_logprobs(self._model, batch, self._cut, self.options.temperature)
+
+    def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array]]:
+        """New columns; the transform sees all rows at once, and the model's statistics if it needs them."""
+        function: Transform = unpack(transform)
+        rows = Rows(batch, self._model.device)
+        with torch.no_grad():
+            stats = self._stats_of_all(rows) if function.needs_forward else None
+            found = function(stats, rows.micro_batch(rows.columns()))
+        return {name: split_by_row(column.cpu().numpy(), batch.response_lengths) for name, column in found.items()}
+
+    def export(self, version: int) -> WeightHandle:
+        weights = self._model.parameters()
+        self._refuse_if_not_finite(version, weights)
+        digest = checksum(weights)
+        changed = self._exported is None or self._exported[0] != digest
+        if changed:
+            self._exported = (digest, self._transport.send(version, weights))
+        assert self._exported is not None
+        return WeightHandle(
+            version=version,
+            checksum=digest,
+            changed=changed,
+            byte_count=sum(parameter.nbytes for parameter in weights.values()),
+            transport=self.options.transport,
+            payload=self._exported[1],
+        )
+
+    def save_model(self, directory: Path) -> None:
+        save_model(self._model, Path(directory))
+
+    def save_state(self, directory: Path) -> None:
+        save_state(self._model, self._optimizer, Path(directory))
+
+    def load_state(self, directory: Path) -> None:
+        load_state(self._model, self._optimizer, Path(directory))
+        self._stepped_in = -1
+
+    def _backward(
+        self, function: Loss, rows: Rows, columns: dict[str, Tensor], forward: Forward, measures: Measures
+    ) -> None:
+        keep = columns["mask"] > 0
+        new = self._model.token_stats(
+            **forward.arguments, temperature=self.options.temperature, entropy="entropy" in function.needs
+        )
+        if new.values is not None:
+            new = TokenStats(logprobs=new.logprobs, values=_shield(new.values, keep))
+        else:
+            entropy = None if new.entropy is None else _shield(new.entropy, keep)
+            new = TokenStats(logprobs=_shield(new.logprobs, keep), entropy=entropy)
+            self._correct(columns, new.logprobs.detach())
+        batch = rows.micro_batch(columns, forward)
+        values = function(new, batch)
+        if values.shape != keep.shape:
+            raise ValueError(
+                f"{type(function).__name__} gave shape {tuple(values.shape)} for {len(keep)} tokens; a loss gives one "
+                "value per response token and leaves masks and means to the engine"
+            )
+        objective = (values.masked_fill(~keep, 0.0) * columns["coefficient"]).sum()
+        objective.backward()
+        measures.add(objective.detach(), new, batch, keep)
+
+    def _correct(self, columns: dict[str, Tensor], current: Tensor) -> None:
+        """Fill in the columns of the off-policy correction that the batch does not bring."""
+        proximal = columns.setdefault("proximal_logprobs", current)
+        if "anchor_logprobs" not in columns or "weight" not in columns:
+            columns["anchor_logprobs"], columns["weight"] = fill(
+                self.options.off_policy, self.options.off_policy_cap, proximal, columns["behaviour_logprobs"]
+            )
+
+    def _coefficients(self, function: Loss, rows: Rows) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """[T] what the value of each token is multiplied with, so that the sum over all micro-batches is the loss."""
+        if function.reduction == "sequence_mean":
+            per_row = 1.0 / np.maximum(rows.unmasked, 1) / np.count_nonzero(rows.unmasked)
+            return np.repeat(per_row, rows.lengths).astype(np.float32)
+        if function.reduction == "token_mean":
+            denominator = int(rows.unmasked.sum())
+        elif self.options.max_response_tokens < 1:
+            raise ConfigError(
+                f"{type(function).__name__} has reduction 'constant', which divides by rows * max_response_tokens; set "
+                "max_response_tokens of this group to the most tokens of an answer"
+            )
+        else:
+            denominator = len(rows.lengths) * self.options.max_response_tokens
+        return np.full(len(rows.mask), 1.0 / denominator, dtype=np.float32)
+
+    def _stats_of_all(self, rows: Rows) -> TokenStats:
+        """Statistics of every response token, rows in their order."""
+        found = torch.zeros(len(rows.mask), device=self._model.device)
+        for forward in rows.forwards(self._cut):
+            new = self._model.token_stats(**forward.arguments, temperature=self.options.temperature)
+            places = torch.from_numpy(forward.tokens).to(self._model.device)
+            found.index_copy_(0, places, new.logprobs if new.values is None else new.values)
+        if self._model.head == "lm":
+            return TokenStats(logprobs=found)
+        return TokenStats(logprobs=found.new_empty(0), values=found)
+
+    @torch.no_grad()
+    def _refuse_if_not_finite(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        tensors = [parameter.detach() for parameter in weights.values()]
+        finite = torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite()
+        if not finite.all():
+            bad = [name for name, good in zip(weights, finite.tolist(), strict=True) if not good]
+            raise PublishRefused(
+                f"version {version} has {len(bad)} parameters that are not finite, among them {bad[0]!r}; the weights "
+                "published before stay in use. Lower the learning rate or max_grad_norm"
+            )
+
+
+def _shield(values: Tensor, keep: Tensor) -> Tensor:
+    """The same values, but masked tokens are constants: whatever a loss makes of them, selection stops its gradient."""
+    return values.where(keep, values.detach().nan_to_num(0.0, 0.0, 0.0))

@@ -1,0 +1,255 @@
+"""From validated tables to engines and groups: models, tokenizer, engine specifications. Part of the composition root."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrlhf.abc import EngineSpec, Runtime
+from asyncrlhf.backends.rules import RewardRunner
+from asyncrlhf.backends.torch.options import OptimizerOptions, SamplerOptions, ScorerOptions, TrainerOptions
+from asyncrlhf.config.groups import Rules, TorchRollout, TorchScore, TorchTrain
+from asyncrlhf.config.schema import Config
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.flow.gate import Gate
+from asyncrlhf.groups import CriticGroup, Group, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups.rollout import Sampling
+from asyncrlhf.messages import PerSample, Rollout
+from asyncrlhf.observe import EventLog
+from asyncrlhf.wiring import Wiring
+
+__all__ = ("Models", "RuleScorer", "build_groups")
+
+TRAINER = "asyncrlhf.backends.torch.train:TorchTrainer"
+SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
+SCORER = "asyncrlhf.backends.torch.score:TorchScorer"
+DEFAULT_PROMPT_TOKENS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Where each group's model lies before training, and the tokenizer they share."""
+
+    directories: dict[str, str]
+    tokenizer: Any
+    eos: int | None
+    stop_token_ids: tuple[int, ...]
+    longest: int | None
+    """Tokens a sequence may have, from the model's configuration."""
+
+    @classmethod
+    def prepare(cls, config: Config, wiring: Wiring, run_dir: Path) -> Models:
+        """Find every directory, write models that start from scratch, load the tokenizer. Raises ConfigError."""
+        from asyncrlhf.backends.torch.guard import guard_torchvision
+
+        guard_torchvision()
+        from transformers import AutoTokenizer
+
+        directories: dict[str, str] = {}
+        for name in wiring.of_role("policy", "critic"):
+            directories[name] = _trained_directory(config, name, wiring.tables[name], run_dir)
+        first = directories[wiring.of_role("policy", "critic")[0]]
+        for name in wiring.of_role("rollout", "reference"):
+            table: Any = wiring.tables[name]
+            model = table.model or directories.get(getattr(table, "follows", ""), first)
+            _require_model(f"groups.{name}.model", model)
+            directories[name] = model
+        tokenizer = AutoTokenizer.from_pretrained(first)
+        shape = json.loads((Path(first) / "config.json").read_bytes())
+        return cls(
+            directories=directories,
+            tokenizer=tokenizer,
+            eos=tokenizer.eos_token_id,
+            stop_token_ids=_stop_tokens(Path(first), tokenizer),
+            longest=shape.get("max_position_embeddings"),
+        )
+
+
+class RuleScorer:
+    """Scores rollouts with a reward function, on decoded text."""
+
+    def __init__(self, runner: RewardRunner, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
+        self._runner, self._tokenizer, self._stop = runner, tokenizer, frozenset(stop_token_ids)
+
+    async def score(self, rollout: Rollout) -> PerSample:
+        prompt = rollout.prompt
+        texts: list[str] = []
+        for sample in rollout.samples:
+            stopped = sample.token_ids and sample.token_ids[-1] in self._stop
+            tokens = sample.token_ids[:-1] if stopped else sample.token_ids
+            texts.append(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        return tuple(
+            await self._runner.score(prompt.text, texts, prompt.ground_truth, prompt.columns, prompt.uid)
+        )
+
+
+def build_groups(
+    config: Config, wiring: Wiring, models: Models, runtime: Runtime, gate: Gate, log: EventLog
+) -> dict[str, Group]:
+    """The groups by field name, not yet started. Raises ConfigError."""
+    rollouts = [wiring.tables[name] for name in wiring.of_role("rollout")]
+    sampled = next((table for table in rollouts if isinstance(table, TorchRollout)), None)
+    temperature = sampled.temperature if sampled else 1.0
+    groups: dict[str, Group] = {}
+    for name, role in wiring.roles.items():
+        table = wiring.tables[name]
+        if isinstance(table, TorchTrain):
+            kind = PolicyGroup if role == "policy" else CriticGroup
+            options = _trainer_options(config, table, models.directories[name], temperature, sampled)
+            spec = EngineSpec(
+                group=name, rank=0, engine=TRAINER, options=options, threads=table.threads, core=table.core
+            )
+            proximal = role == "policy" and config.off_policy != "none"
+            groups[name] = kind(name, log, runtime, spec, needs_proximal=proximal)
+        elif isinstance(table, TorchRollout):
+            groups[name] = _rollout_group(config, name, table, models, runtime, gate, log)
+        elif isinstance(table, TorchScore):
+            options = ScorerOptions(
+                model=models.directories[name],
+                temperature=temperature,
+                dtype=table.dtype,
+                device=table.device,
+                micro_batch_tokens=table.micro_batch_tokens,
+            )
+            spec = EngineSpec(
+                group=name, rank=0, engine=SCORER, options=options, threads=table.threads, core=table.core
+            )
+            groups[name] = ReferenceGroup(name, log, runtime, spec)
+        elif isinstance(table, Rules):
+            runner = RewardRunner(table.function, table.timeout, table.concurrency, table.threads)
+            groups[name] = RewardGroup(name, log, RuleScorer(runner, models.tokenizer, models.stop_token_ids))
+    return groups
+
+
+def starters(groups: dict[str, Group]) -> list[Callable[[], Any]]:
+    """The `start` of every group that has engines."""
+    return [g.start for g in groups.values() if isinstance(g, TrainGroup | RolloutGroup | ReferenceGroup)]
+
+
+def _rollout_group(
+    config: Config, name: str, table: TorchRollout, models: Models, runtime: Runtime, gate: Gate, log: EventLog
+) -> RolloutGroup:
+    stops = [*models.stop_token_ids]
+    for text in table.stop:
+        ids = models.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(f"groups.{name}.stop: {text!r} is {len(ids)} tokens for this model; it must be 1")
+        stops += ids
+    longest = table.max_sequence_tokens
+    if longest is None:
+        prompt = config.data.max_prompt_tokens or DEFAULT_PROMPT_TOKENS
+        longest = min(models.longest or prompt + table.max_tokens, prompt + table.max_tokens)
+    if models.longest is not None and longest > models.longest:
+        raise ConfigError(
+            f"groups.{name}.max_sequence_tokens = {longest}, and the model's max_position_embeddings = "
+            f"{models.longest}; lower the first"
+        )
+    options = SamplerOptions(
+        model=models.directories[name],
+        dtype=table.dtype,
+        device=table.device,
+        slots=table.concurrency,
+        max_sequence_tokens=longest,
+    )
+    specs = [
+        EngineSpec(
+            group=name,
+            rank=rank,
+            engine=SAMPLER,
+            options=options,
+            threads=table.threads,
+            core=None if table.core is None else table.core + rank,
+        )
+        for rank in range(table.replicas)
+    ]
+    least = config.limits.min_answers
+    sampling = Sampling(
+        answers_per_prompt=config.answers_per_prompt,
+        min_answers=config.answers_per_prompt if least is None else least,
+        max_tokens=table.max_tokens,
+        temperature=table.temperature,
+        stop_token_ids=tuple(dict.fromkeys(stops)),
+        seed=config.seed,
+    )
+    return RolloutGroup(
+        name,
+        log,
+        runtime,
+        specs,
+        sampling,
+        gate,
+        follows=table.follows,
+        kv=config.publish.kv,
+        max_restarts=table.max_restarts,
+    )
+
+
+def _trainer_options(
+    config: Config, table: TorchTrain, model: str, temperature: float, sampled: TorchRollout | None
+) -> TrainerOptions:
+    optimizer = table.optimizer
+    return TrainerOptions(
+        model=model,
+        temperature=temperature,
+        dtype=table.dtype,
+        device=table.device,
+        head=table.head,
+        micro_batch_tokens=table.micro_batch_tokens,
+        micro_batch_rows=table.micro_batch_rows,
+        layout=table.layout,
+        gradient_checkpointing=table.gradient_checkpointing,
+        optimizer=OptimizerOptions(
+            learning_rate=optimizer.learning_rate,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            schedule=optimizer.schedule,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=config.train_steps or 0,
+            min_ratio=optimizer.min_ratio,
+            max_grad_norm=optimizer.max_grad_norm or float("inf"),
+        ),
+        max_response_tokens=sampled.max_tokens if sampled else 0,
+        off_policy=config.off_policy or "none",
+        off_policy_cap=config.off_policy_cap,
+    )
+
+
+def _trained_directory(config: Config, name: str, table: Any, run_dir: Path) -> str:
+    if table.scratch is None:
+        _require_model(f"groups.{name}.model", table.model)
+        return table.model
+    directory = run_dir / "initial" / name
+    if not (directory / "config.json").exists():
+        from asyncrlhf.backends.torch.scratch import write_model
+
+        scratch = table.scratch
+        write_model(
+            directory,
+            model_type=scratch.model_type,
+            characters=scratch.characters,
+            config=scratch.config,
+            seed=config.seed,
+        )
+    return str(directory)
+
+
+def _require_model(key: str, model: str) -> None:
+    if not (Path(model) / "config.json").exists():
+        raise ConfigError(
+            f'{key} = "{model}" is not a Hugging Face directory: {Path(model) / "config.json"} is missing; give a '
+            "directory with config.json, weights and tokenizer"
+        )
+
+
+def _stop_tokens(directory: Path, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of the tokenizer and of generation_config.json."""
+    stops: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        more = json.loads(generation.read_bytes()).get("eos_token_id")
+        stops += more if isinstance(more, list) else [] if more is None else [more]
+    return tuple(dict.fromkeys(stops))

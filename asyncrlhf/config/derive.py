@@ -1,0 +1,96 @@
+"""What follows from a configuration: sizes, bounds and warnings, as `asyncrlhf check` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from asyncrlhf.config.schema import Config
+
+__all__ = ("Derived", "derive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """Facts nobody sets. Example: B = 4, n = 8, K = 4, D = 2 give 32 samples a step and 12 live rollouts."""
+
+    samples_per_step: int
+    """B * n."""
+    train_steps: int | None
+    """None: until the data ends."""
+    live_window: int
+    """B * (D + 1): rollouts running, being scored or ready, at most; also the generate() workers."""
+    queue_capacity: int
+    """B * (D + 1): with no more than that live, a put never blocks."""
+    lookahead: int
+    """D, in versions; typical lags follow it."""
+    worst_lag: int
+    """K, in versions."""
+    worst_lag_of: str
+    """What K bounds: "token", or "rollout" with at_deadline = wait or drop."""
+    publish_every: int
+    """Train steps between two publishes that move bytes."""
+    max_filtered: int
+    """Prompts in a row without a ready one that end the run."""
+    min_answers: int
+    """Answers that must survive for a rollout to train."""
+    warnings: tuple[str, ...]
+    """What is legal and probably not meant."""
+
+    def lines(self) -> list[str]:
+        """The facts, then the warnings, one a line."""
+        steps = "until the data ends" if self.train_steps is None else f"{self.train_steps} train steps"
+        typical = f"about {self.lookahead}" if self.lookahead else "0"
+        every = "every train step" if self.publish_every == 1 else f"every {self.publish_every} train steps"
+        return [
+            f"samples per train step   {self.samples_per_step}, {steps}",
+            f"live rollouts            {self.live_window} at most (queue capacity {self.queue_capacity})",
+            f"{self.worst_lag_of} lag".ljust(25)
+            + f"{typical} typically, {self.worst_lag} at worst, in policy versions",
+            f"weights published        {every}",
+            f"a rollout trains with    {self.min_answers} answers or more",
+            *(f"warning: {warning}" for warning in self.warnings),
+        ]
+
+
+def derive(config: Config) -> Derived:
+    """Pure: neither files nor devices are looked at."""
+    ahead, batch = config.lookahead or 0, config.prompts_per_step
+    limits = config.limits
+    return Derived(
+        samples_per_step=batch * config.answers_per_prompt,
+        train_steps=config.train_steps,
+        live_window=batch * (ahead + 1),
+        queue_capacity=batch * (ahead + 1),
+        lookahead=ahead,
+        worst_lag=config.max_staleness,
+        worst_lag_of="token" if config.at_deadline == "mask" else "rollout",
+        publish_every=config.publish.every,
+        max_filtered=20 * batch if limits.max_filtered is None else limits.max_filtered,
+        min_answers=config.answers_per_prompt if limits.min_answers is None else limits.min_answers,
+        warnings=tuple(_warnings(config, ahead)),
+    )
+
+
+def _warnings(config: Config, ahead: int) -> Iterator[str]:
+    bound, every, steps = config.max_staleness, config.publish.every, config.train_steps
+    if 0 < bound == ahead:
+        yield (
+            f"max_staleness = lookahead = {bound}: long answers and slow rewards then cost 17-38 % of the tokens, masked "
+            f"or dropped; choose max_staleness >= 2 * lookahead = {2 * ahead}"
+        )
+    if 0 < ahead < every:
+        yield (
+            f"publish.every = {every} is lookahead + 1: legal, but almost nothing overlaps; set publish.every to {ahead} "
+            f"or less, or lookahead to {every} or more"
+        )
+    if bound and not ahead:
+        yield f"lookahead = 0: generation and training never overlap, so max_staleness = {bound} has nothing to bound"
+    if bound and config.off_policy == "none":
+        yield f'off_policy = "none" trains on tokens up to {bound} versions old without a correction; "decoupled" corrects'
+    if config.answers_per_prompt == 1 and config.data.response is None:
+        yield "answers_per_prompt = 1: advantages within a prompt are all 0; GRPO and its kin need 2 or more"
+    if steps is not None and config.checkpoint.every >= steps:
+        yield f"checkpoint.every = {config.checkpoint.every} with train_steps = {steps}: only the end is saved"
+    if not config.limits.lease_timeout:
+        yield "limits.lease_timeout = 0: a lost answer is noticed only when the run stalls"

@@ -1,0 +1,48 @@
+"""PromptStream: a data set encoded for one run, as the gate reads it."""
+
+from __future__ import annotations
+
+from asyncrlhf.data.prompts import PromptEncoder, Tokenizer
+from asyncrlhf.data.source import Dataset
+from asyncrlhf.errors import SampleError
+from asyncrlhf.messages import Prompt
+
+__all__ = ("PromptStream",)
+
+
+class PromptStream:
+    """Rows by uid as Prompts; with a response column they carry their own answer and the end token."""
+
+    def __init__(
+        self, dataset: Dataset, encoder: PromptEncoder, tokenizer: Tokenizer, *, response: str | None, eos: int | None
+    ) -> None:
+        self._dataset, self._encoder, self._tokenizer = dataset, encoder, tokenizer
+        self._response, self._eos = response, eos
+
+    def has(self, uid: int) -> bool:
+        return self._dataset.has(uid)
+
+    def prompt(self, uid: int, attempt: int, version: int) -> Prompt:
+        row = self._dataset.row(uid)
+        encoded = self._encoder.encode(uid, row)
+        target: tuple[int, ...] = ()
+        if self._response is not None:
+            text = row.columns.get(self._response)
+            if not isinstance(text, str) or not text:
+                raise SampleError(f"prompt {uid}: column {self._response!r} holds {text!r}, not the text of an answer")
+            target = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            target += () if self._eos is None else (self._eos,)
+        return Prompt(
+            uid=uid,
+            epoch=self._dataset.epoch(uid),
+            attempt=attempt,
+            version=version,
+            token_ids=encoded.token_ids,
+            text=encoded.text,
+            ground_truth=encoded.ground_truth,
+            target_token_ids=target,
+            columns=encoded.columns,
+        )
+
+    def release(self, uid: int) -> None:
+        self._dataset.release(uid)

@@ -1,0 +1,216 @@
+"""What an algorithm's fields ask for, held against a configuration. Torch-free, builds nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from asyncrlhf.algorithm import Algorithm
+from asyncrlhf.config.convert import convert
+from asyncrlhf.config.groups import ROLES
+from asyncrlhf.config.schema import Config
+from asyncrlhf.control.coordinator import Coordinator
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.flow.batching import experience_columns
+from asyncrlhf.flow.experience import ExperienceQueue
+from asyncrlhf.flow.prompts import PromptSource, StageQueue
+from asyncrlhf.groups import CriticGroup, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup
+from asyncrlhf.messages import Experience, import_object
+
+__all__ = ("Wiring", "wire")
+
+GROUP_ROLES: Mapping[type, str] = {
+    PolicyGroup: "policy",
+    CriticGroup: "critic",
+    RolloutGroup: "rollout",
+    ReferenceGroup: "reference",
+    RewardGroup: "reward",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """The algorithm class and, by field name, what each field becomes."""
+
+    algorithm: type[Algorithm]
+    roles: Mapping[str, str]
+    """Group fields that will be built -> their role."""
+    tables: Mapping[str, msgspec.Struct]
+    """Group fields -> their validated table."""
+    experience: str
+    """Field of the experience queue."""
+    experience_type: type[Experience]
+    stage_queues: Mapping[str, type]
+    """Fields of further queues -> what they carry."""
+    prompts: str
+    coordinator: str
+    settings: Mapping[str, Any]
+    """Everything else that the configuration sets."""
+
+    def of_role(self, *roles: str) -> list[str]:
+        """Fields of these roles, in the algorithm's order."""
+        return [name for name, role in self.roles.items() if role in roles]
+
+
+def wire(config: Config) -> Wiring:
+    """Raises ConfigError: an algorithm that cannot be imported, a group without a table, a table without a group, a
+    setting of the wrong type."""
+    kind = _algorithm(config)
+    hints = _hints(kind)
+    roles: dict[str, str] = {}
+    found: dict[str, str] = {}
+    stage_queues: dict[str, type] = {}
+    experience_type: type[Experience] = Experience
+    setting_types: dict[str, Any] = {}
+    for field in dataclasses.fields(cast(Any, kind)):
+        hint, optional = _without_none(hints[field.name])
+        origin = typing.get_origin(hint) or hint
+        if origin in GROUP_ROLES:
+            if field.name in config.groups:
+                roles[field.name] = GROUP_ROLES[origin]
+            elif not optional:
+                raise ConfigError(
+                    f"groups: {config.algorithm} needs a {GROUP_ROLES[origin]} group; add a table [groups.{field.name}]"
+                )
+        elif origin is ExperienceQueue:
+            found["experience"], experience_type = field.name, typing.get_args(hint)[0]
+        elif origin is StageQueue:
+            stage_queues[field.name] = typing.get_args(hint)[0]
+        elif origin is PromptSource:
+            found["prompts"] = field.name
+        elif origin is Coordinator:
+            found["coordinator"] = field.name
+        else:
+            setting_types[field.name] = hints[field.name]
+    for part, annotation in (
+        ("experience", "rl.ExperienceQueue[...]"),
+        ("prompts", "rl.PromptSource"),
+        ("coordinator", "rl.Coordinator"),
+    ):
+        if part not in found:
+            raise ConfigError(f'algorithm = "{config.algorithm}" has no field of type {annotation}; give it one')
+    for name in config.groups:
+        if name not in roles:
+            raise ConfigError(
+                f"groups.{name}: {config.algorithm} has no such group; it has {', '.join(sorted(roles)) or 'none'}"
+                f"{_nearest(name, roles)}"
+            )
+    try:
+        experience_columns(experience_type)
+    except TypeError as error:
+        raise ConfigError(f'algorithm = "{config.algorithm}": {error}') from None
+    tables = {name: convert(config.groups[name], ROLES[role], f"groups.{name}") for name, role in roles.items()}
+    wiring = Wiring(
+        algorithm=kind,
+        roles=roles,
+        tables=tables,
+        experience_type=experience_type,
+        stage_queues=stage_queues,
+        settings=_settings(config, setting_types),
+        **found,
+    )
+    _check(config, wiring)
+    return wiring
+
+
+def _algorithm(config: Config) -> type[Algorithm]:
+    try:
+        kind = import_object(config.algorithm)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f'algorithm = "{config.algorithm}" cannot be imported: {error}; modules are looked for in the current '
+            "directory, beside the configuration, and among installed packages"
+        ) from None
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm) and dataclasses.is_dataclass(kind)):
+        raise ConfigError(
+            f'algorithm = "{config.algorithm}" is not a dataclass that subclasses asyncrlhf.Algorithm; '
+            'name one, for example "algorithms.grpo:GRPO"'
+        )
+    return kind
+
+
+def _hints(kind: type[Algorithm]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(kind)
+    except NameError as error:
+        raise ConfigError(
+            f"algorithm {kind.__name__}: {error}; field annotations must be importable (not only under TYPE_CHECKING)"
+        ) from None
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """(the type, whether None is allowed too)."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        if len(options) == 1:
+            return options[0], True
+    return hint, False
+
+
+def _settings(config: Config, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The `[settings]` table, converted field by field; only what it sets."""
+    fields = [(name, kind, msgspec.UNSET) for name, kind in kinds.items() if name != "state"]
+    table = msgspec.defstruct("settings", fields, kw_only=True, forbid_unknown_fields=True)
+    values = convert(config.settings, table, "settings")
+    return {name: getattr(values, name) for name in config.settings}
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def _check(config: Config, wiring: Wiring) -> None:
+    """Rules between tables."""
+    trained = wiring.of_role("policy", "critic")
+    if not trained:
+        raise ConfigError(f'algorithm = "{config.algorithm}" trains nothing: it has no PolicyGroup or CriticGroup')
+    for name in wiring.of_role("rollout"):
+        follows = cast(Any, wiring.tables[name]).follows
+        if follows not in trained:
+            raise ConfigError(
+                f'groups.{name}.follows = "{follows}" is not a trained group; use one of {", ".join(trained)}'
+            )
+    if not wiring.of_role("rollout") and config.data.response is None:
+        raise ConfigError(
+            f"data.response: {config.algorithm} samples nothing, so it learns from the data's own answers; name their "
+            'column, for example response = "answer"'
+        )
+    if config.evaluation.every and not (wiring.of_role("rollout") and wiring.of_role("reward")):
+        raise ConfigError(
+            f"evaluation.every = {config.evaluation.every} needs a rollout and a reward group, and {config.algorithm} "
+            f"has {', '.join(wiring.roles)}; set evaluation.every = 0"
+        )
+    for name in wiring.of_role("policy", "critic"):
+        table = cast(Any, wiring.tables[name])
+        if table.optimizer.schedule != "constant" and config.train_steps is None:
+            raise ConfigError(
+                f'groups.{name}.optimizer.schedule = "{table.optimizer.schedule}" ends at train_steps, which is not '
+                'set; set train_steps or use schedule = "constant"'
+            )
+    loss = wiring.settings.get("loss")
+    level = getattr(loss if loss is not None else _default_loss(wiring.algorithm), "level", "token")
+    if level == "sequence" and config.at_deadline == "mask" and config.max_staleness > 0:
+        raise ConfigError(
+            f'at_deadline = "mask" cuts tokens out of rollouts, and the loss of {config.algorithm} works on whole '
+            'sequences; use at_deadline = "wait" or "drop", or max_staleness = 0'
+        )
+    if getattr(loss, "kl", 0) and not wiring.of_role("reference"):
+        raise ConfigError(
+            f"settings.loss.kl = {getattr(loss, 'kl', 0)} pulls towards a reference policy, and there is none; add "
+            "[groups.reference] or set kl = 0"
+        )
+
+
+def _default_loss(kind: type[Algorithm]) -> Any:
+    for field in dataclasses.fields(cast(Any, kind)):
+        if field.name == "loss" and field.default_factory is not dataclasses.MISSING:
+            return field.default_factory()
+    return None

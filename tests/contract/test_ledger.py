@@ -1,0 +1,507 @@
+"""The ledger step by step: the contract's worked examples, both edges of the bound, settlement, ends of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.flow.ledger import Ledger, LedgerRules
+from tests.contract.small import finish, launched, refill, rules, run_to_end, train, uids
+
+# ---- admission
+
+
+def test_worked_example_with_lookahead_1() -> None:
+    ledger = launched(2, 1, 1)
+    assert [lease.uid for lease in refill(ledger)] == [0, 1, 2, 3]
+    for uid in (0, 1):
+        finish(ledger, ledger.live[uid])
+    assert uids(ledger.pop()) == [0, 1]
+    assert len(ledger.live) == 2
+    assert refill(ledger) == []
+    ledger.applied()
+    assert refill(ledger) == []
+    ledger.publish(1)
+    assert [lease.uid for lease in refill(ledger)] == [4, 5]
+
+
+def test_A6_synchronous_runs_admit_nothing_between_pop_and_publish() -> None:
+    ledger = launched(2, 0, 0)
+    for step in range(5):
+        leases = refill(ledger)
+        assert len(leases) == 2
+        for lease in leases:
+            finish(ledger, lease)
+        batch = ledger.pop()
+        assert batch is not None
+        assert batch.trained == {step: 20}
+        assert refill(ledger) == []
+        ledger.applied()
+        assert refill(ledger) == []
+        ledger.publish(step + 1)
+
+
+def test_A4_no_version_is_published_within_a_synchronous_rollout() -> None:
+    ledger = launched(2, 0, 0)
+    first, second = refill(ledger)
+    finish(ledger, first)
+    assert ledger.pop() is None
+    with pytest.raises(ValueError, match=r"version 1 cannot be published.*the trainer holds 0"):
+        ledger.publish(1)
+    finish(ledger, second)
+    assert uids(ledger.pop()) == [0, 1]
+
+
+def test_A11_depth_and_bound_are_separate_knobs() -> None:
+    """B = 2, K = 4, D = 1 with two stragglers: never more than 4 live, two fresh ones per publish, no overlap left."""
+    ledger = launched(2, 4, 1)
+    stragglers = refill(ledger)[:2]
+    fresh = list(ledger.live.values())[2:]
+    for _ in range(6):
+        for lease in fresh:
+            finish(ledger, lease)
+        train(ledger)
+        fresh = refill(ledger)
+        assert len(fresh) == 2
+        assert len(ledger.live) == 4
+    assert all(lease.state == "running" for lease in stragglers)
+
+
+@pytest.mark.parametrize("staleness", range(5))
+def test_A5_cold_start_works_for_every_lookahead_and_publish_interval(staleness: int) -> None:
+    for lookahead in range(staleness + 1):
+        for every in range(1, lookahead + 2):
+            ledger = Ledger(rules(2, staleness, lookahead, publish_every=every), 12)
+            assert refill(ledger) == []
+            assert ledger.room() == 0
+            ledger.publish(0)
+            assert run_to_end(ledger) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+def test_A9_a_publish_before_the_reaping_does_not_stop_production() -> None:
+    """70 finish, the trainer takes 64 of them, the weights move: 6 are outstanding and the rest is refilled."""
+    ledger = launched(64, 1, 1)
+    for _ in range(70):
+        lease = ledger.grant()
+        assert lease is not None
+        finish(ledger, lease)
+    train(ledger)
+    assert len(ledger.live) == 6
+    assert len(refill(ledger)) == 128 - 6
+
+
+def test_A10_a_full_queue_makes_the_producer_wait_and_every_rollout_is_somewhere() -> None:
+    ledger = launched(3, 2, 2)
+    for lease in refill(ledger):
+        finish(ledger, lease)
+    assert ledger.account().counts["ready"] == 9
+    assert ledger.grant() is None
+    train(ledger)
+    ledger.drop(3, 1, "timeout", again=False, counts=True)
+    counts = ledger.account().counts
+    assert counts["admitted"] == counts["consumed"] + counts["ready"] + counts["dropped(timeout)"] == 9
+
+
+def test_the_byte_limit_is_soft_and_spares_the_first_batch() -> None:
+    ledger = launched(2, 3, 3, byte_limit=150)
+    leases = [ledger.grant() for _ in range(3)]
+    for lease in leases[:2]:
+        assert lease is not None
+        finish(ledger, lease)
+    assert ledger.grant() is None
+    train(ledger)
+    assert len(refill(ledger)) == 7
+
+
+def test_no_more_is_generated_than_the_train_steps_take() -> None:
+    ledger = launched(2, 4, 4, train_steps=3)
+    assert len(refill(ledger)) == 6
+    for lease in list(ledger.live.values()):
+        finish(ledger, lease)
+    ledger.pop()
+    ledger.void("not_finite")
+    assert [lease.uid for lease in refill(ledger)] == [6, 7]
+    for uid in (6, 7):
+        finish(ledger, ledger.live[uid])
+    assert [train(ledger).step for _ in range(3)] == [0, 1, 2]
+    assert ledger.reason == "train_steps"
+    assert refill(ledger) == []
+    assert ledger.pop() is None
+    assert ledger.account().tokens.open == 0
+
+
+# ---- consumption
+
+
+def test_A4_a_token_of_lag_K_trains_and_one_of_lag_K_plus_1_is_masked() -> None:
+    ledger = launched(1, 2, 2)
+    old = refill(ledger)[0]
+    for answer_version in (0, 1):
+        ledger.report(old.uid, 1, 0, min(answer_version, ledger.version), 5)
+    for _ in range(3):
+        fresh = next(lease for lease in ledger.live.values() if lease is not old)
+        finish(ledger, fresh)
+        train(ledger)
+        refill(ledger)
+    finish(ledger, old, 1, 3, tokens=7)
+    batch = ledger.pop()
+    assert batch is not None
+    assert (batch.step, uids(batch)) == (3, [0])
+    assert batch.masked == {0: 10}
+    assert batch.trained == {1: 7, 3: 7}
+
+
+def test_A1_a_rollout_across_six_publishes_trains_no_token_older_than_the_bound() -> None:
+    ledger = launched(1, 2, 1)
+    long = refill(ledger)[0]
+    for version in range(7):
+        ledger.report(long.uid, 1, 0, version, 4)
+        if version < 6:
+            fresh = next(lease for lease in ledger.live.values() if lease is not long)
+            finish(ledger, fresh)
+            train(ledger)
+            refill(ledger)
+    ledger.ready(long.uid, 1, byte_count=1)
+    batch = ledger.pop()
+    assert batch is not None
+    assert batch.leases == (long,)
+    assert batch.trained == {4: 4, 5: 4, 6: 4}
+    assert batch.masked == {0: 4, 1: 4, 2: 4, 3: 4}
+
+
+@pytest.mark.parametrize(("newest", "state"), [(1, "training"), (0, "dropped(expired)")])
+def test_a_rollout_whose_newest_token_has_lag_K_takes_its_place_and_one_of_K_plus_1_expires(
+    newest: int, state: str
+) -> None:
+    ledger = launched(2, 1, 1)
+    slow, *others = refill(ledger)
+    ledger.report(slow.uid, 1, 0, 0, 5)
+    for lease in others[:2]:
+        finish(ledger, lease)
+    train(ledger)
+    if newest:
+        ledger.report(slow.uid, 1, 0, newest, 5)
+    for lease in (others[2], refill(ledger)[0]):
+        finish(ledger, lease)
+    train(ledger)
+    ledger.ready(slow.uid, 1, byte_count=1)
+    finish(ledger, refill(ledger)[0])
+    ledger.pop()
+    assert slow.state == state
+    assert (slow.uid in ledger.again) is (state != "training")
+    assert [lease.uid for lease in ledger.take_lost()] == ([] if state == "training" else [slow.uid])
+
+
+def test_wait_leaves_no_more_leases_at_a_deadline_than_the_coming_steps_can_take() -> None:
+    """K = D = 1, B = 2: four leases are due at step 1; two ready ones of a later birth must not go first."""
+    ledger = launched(2, 1, 1, at_deadline="wait")
+    a, b, c, d = refill(ledger)
+    finish(ledger, a)
+    finish(ledger, b)
+    train(ledger)
+    e, f = refill(ledger)
+    finish(ledger, e)
+    finish(ledger, f)
+    finish(ledger, c)
+    assert ledger.pop() is None
+    finish(ledger, d)
+    assert uids(ledger.pop()) == [c.uid, d.uid]
+
+
+@pytest.mark.parametrize("mode", ["wait", "drop"])
+def test_unfinished_leases_are_cancelled_when_the_rest_cannot_be_in_time(mode: str) -> None:
+    ledger = launched(2, 1, 1, at_deadline=mode)
+    a, b, c, d = refill(ledger)
+    finish(ledger, a)
+    finish(ledger, b)
+    train(ledger)
+    for lease in refill(ledger):
+        finish(ledger, lease)
+    ledger.score(c.uid, 1)
+    batch = ledger.pop(timed_out=mode == "wait")
+    assert uids(batch) == [4, 5]
+    assert [(lease.uid, lease.state) for lease in ledger.take_lost()] == [(2, "dropped(late)"), (3, "dropped(late)")]
+    assert ledger.take_lost() == []
+    assert ledger.again == {c.uid: (2, 2), d.uid: (2, 2)}
+    ledger.check()
+
+
+def test_head_lag_K_is_consumed_in_wait_mode_and_never_more() -> None:
+    ledger = launched(1, 2, 1, at_deadline="wait")
+    slow = refill(ledger)[0]
+    ledger.report(slow.uid, 1, 0, 0, 5)
+    for _ in range(2):
+        finish(ledger, next(lease for lease in ledger.live.values() if lease is not slow))
+        train(ledger)
+        refill(ledger)
+    finish(ledger, next(lease for lease in ledger.live.values() if lease is not slow))
+    assert ledger.pop() is None
+    ledger.ready(slow.uid, 1, byte_count=1)
+    batch = ledger.pop()
+    assert batch is not None
+    assert batch.step - slow.birth(ledger.rules) == 2
+    assert batch.trained == {0: 5}
+
+
+def test_birth_is_the_granted_version_until_every_answer_has_reported() -> None:
+    ledger = launched(1, 2, 1, answers_per_prompt=2)
+    lease = refill(ledger)[1]
+    finish(ledger, ledger.live[0])
+    ledger.pop()
+    ledger.applied()
+    ledger.report(lease.uid, 1, 0, 1, 3)
+    assert lease.birth(ledger.rules) == 0
+    ledger.report(lease.uid, 1, 1, 1, 3)
+    assert lease.birth(ledger.rules) == 1
+    assert lease.deadline(ledger.rules) == 3
+
+
+def test_admission_order_waits_for_the_oldest() -> None:
+    ledger = launched(2, 1, 1, order="admission")
+    a, b, c, _ = refill(ledger)
+    finish(ledger, c)
+    finish(ledger, b)
+    assert ledger.pop() is None
+    finish(ledger, a)
+    assert uids(ledger.pop()) == [a.uid, b.uid]
+
+
+def test_ready_order_takes_the_earliest_deadline_then_the_earliest_admission() -> None:
+    ledger = launched(2, 2, 2)
+    leases = refill(ledger)
+    for lease in reversed(leases):
+        finish(ledger, lease)
+    assert uids(ledger.pop()) == [0, 1]
+
+
+# ---- settlement
+
+
+def test_A2_a_filter_that_rejects_everything_refills_and_then_ends_the_run_by_name() -> None:
+    ledger = launched(2, 1, 1, max_filtered=9)
+    for _ in range(2):
+        for lease in refill(ledger):
+            ledger.settle(lease.uid, 1, "filtered")
+        assert ledger.reason is None
+        assert len(refill(ledger)) == 4
+    finish(ledger, ledger.live[8])
+    for uid in (9, 10, 11):
+        ledger.settle(uid, 1, "failed")
+    assert ledger.reason is None
+    for _ in range(2):
+        for lease in refill(ledger):
+            ledger.settle(lease.uid, 1, "filtered")
+    assert ledger.reason == "exhausted"
+    assert ledger.account().counts["filtered"] == 14
+    assert refill(ledger) == []
+
+
+def test_A7_filtering_half_of_the_rollouts_for_100_steps_keeps_the_capacity() -> None:
+    ledger = launched(4, 2, 1)
+    for step in range(100):
+        while ledger.account().counts["ready"] < 4:
+            lease = next(lease for lease in (*refill(ledger), *ledger.live.values()) if lease.state == "running")
+            if lease.uid % 2:
+                ledger.settle(lease.uid, 1, "filtered")
+            else:
+                finish(ledger, lease)
+        refill(ledger)
+        assert len(ledger.live) == 8, f"at step {step}"
+        train(ledger)
+
+
+def test_A8_a_batch_without_a_trainable_token_is_void_and_gives_its_places_back() -> None:
+    ledger = launched(2, 1, 1)
+    for lease in refill(ledger):
+        finish(ledger, lease, trainable=False)
+    batch = ledger.pop()
+    assert batch is not None
+    assert (batch.trained, batch.masked) == ({}, {0: 20})
+    ledger.void("no_signal")
+    assert (ledger.step, ledger.version, ledger.published) == (0, 0, 0)
+    assert [lease.uid for lease in refill(ledger)] == [4, 5]
+    assert ledger.account().counts["dropped(void)"] == 2
+    assert not ledger.again
+    assert ledger.take_lost() == []
+
+
+@pytest.mark.parametrize(
+    ("reasons", "ending"),
+    [
+        (["no_signal"] * 3, "no_signal"),
+        (["no_signal", "not_finite", "no_signal"], "diverged"),
+        (["not_finite", "not_finite", "applied", "no_signal", "no_signal", "no_signal"], "no_signal"),
+    ],
+)
+def test_too_many_void_steps_in_a_row_end_the_run_by_name(reasons: list[str], ending: str) -> None:
+    ledger = launched(1, 0, 0, max_void_steps=3)
+    for reason in reasons:
+        assert ledger.reason is None
+        for lease in refill(ledger):
+            finish(ledger, lease)
+        assert ledger.pop() is not None
+        if reason == "applied":
+            ledger.applied()
+            ledger.publish(ledger.version)
+        else:
+            ledger.void(reason)
+    assert ledger.reason == ending
+
+
+def test_failed_and_filtered_prompts_never_come_again() -> None:
+    ledger = launched(1, 1, 1, 3)
+    ledger.grant()
+    ledger.grant()
+    assert ledger.settle(0, 1, "failed")
+    assert ledger.settle(1, 1, "filtered")
+    assert not ledger.settle(1, 1, "failed")
+    assert [lease.uid for lease in refill(ledger)] == [2]
+    assert ledger.low_water == 2
+
+
+def test_only_attempts_that_the_prompt_lost_are_used_up() -> None:
+    ledger = launched(1, 0, 0, max_attempts=2)
+    losses = [("fenced", False), ("timeout", True), ("restart", False), ("late", True)]
+    for attempt, (reason, counts) in enumerate(losses, start=1):
+        lease = ledger.grant()
+        assert lease is not None
+        assert (lease.uid, lease.attempt) == (0, attempt)
+        assert ledger.drop(0, attempt, reason, counts=counts)
+        ledger.check()
+    assert not ledger.again
+    assert ledger.low_water == 1
+    account = ledger.account()
+    assert account.counts["dropped(late)"] == 1
+    assert account.leased_again == {"fenced": 1, "timeout": 1, "restart": 1}
+    assert account.granted_leases == 4
+    assert ledger.data_left()
+
+
+def test_a_prompt_leased_again_comes_before_fresh_ones_oldest_first() -> None:
+    ledger = launched(2, 1, 1)
+    refill(ledger)
+    for uid in (3, 1):
+        ledger.drop(uid, 1, "timeout", counts=True)
+    assert ledger.account().counts["waiting"] == 2
+    again = refill(ledger)
+    assert [(lease.uid, lease.attempt, lease.tries, lease.index) for lease in again] == [(1, 2, 2, 4), (3, 2, 2, 5)]
+
+
+def test_late_results_are_refused_and_their_tokens_close_the_account() -> None:
+    ledger = launched(1, 1, 1)
+    ledger.grant()
+    assert ledger.report(0, 1, 0, 0, 5)
+    ledger.drop(0, 1, "timeout", counts=True)
+    ledger.grant()
+    assert not ledger.report(0, 1, 0, 0, 7)
+    assert not ledger.score(0, 1)
+    assert not ledger.ready(0, 1, byte_count=1)
+    assert not ledger.drop(0, 1, "late")
+    finish(ledger, ledger.live[0])
+    assert not ledger.report(0, 2, 0, 0, 3)
+    tokens = ledger.account().tokens
+    assert (tokens.generated, tokens.dropped, tokens.open) == (25, 15, 10)
+    ledger.check()
+
+
+@pytest.mark.parametrize(
+    ("version", "count", "message"),
+    [
+        (0, 1, "version 0 reported; after version 1, and while the trainer holds 1"),
+        (2, 1, "version 2 reported"),
+        (1, -1, "-1 tokens"),
+    ],
+)
+def test_impossible_reports_are_errors(version: int, count: int, message: str) -> None:
+    ledger = launched(1, 1, 1)
+    finish(ledger, refill(ledger)[0])
+    train(ledger)
+    ledger.report(1, 1, 0, 1, 4)
+    with pytest.raises(ValueError, match=message):
+        ledger.report(1, 1, 0, version, count)
+    ledger.check()
+
+
+# ---- ends of a run
+
+
+def test_L2_a_data_set_shorter_than_the_run_ends_it_by_name() -> None:
+    ledger = launched(2, 2, 1, 5, train_steps=100)
+    assert run_to_end(ledger) == [[0, 1], [2, 3], [4]]
+    assert ledger.reason == "completed"
+    assert ledger.low_water == 5
+
+
+def test_the_last_rollouts_can_be_dropped_instead() -> None:
+    ledger = launched(2, 2, 1, 5, last="drop")
+    assert run_to_end(ledger) == [[0, 1], [2, 3]]
+    assert ledger.reason == "completed"
+    assert ledger.account().counts["dropped(end)"] == 1
+    assert [lease.uid for lease in ledger.take_lost()] == [4]
+
+
+def test_a_short_batch_waits_for_every_live_lease_and_every_prompt_to_come_again() -> None:
+    ledger = launched(3, 0, 0, 2)
+    a, b = refill(ledger)
+    finish(ledger, a)
+    assert ledger.pop() is None
+    ledger.drop(b.uid, 1, "timeout", counts=True)
+    assert ledger.pop() is None
+    finish(ledger, refill(ledger)[0])
+    assert uids(ledger.pop()) == [0, 1]
+
+
+def test_the_end_of_a_stream_may_be_learned_late() -> None:
+    ledger = launched(2, 1, 1)
+    for lease in refill(ledger)[:3]:
+        finish(ledger, lease)
+    ledger.settle(3, 1, "filtered")
+    train(ledger)
+    assert ledger.pop() is None
+    with pytest.raises(ValueError, match="end after 3 prompts, but 4 have been granted"):
+        ledger.end_data(3)
+    ledger.end_data(4)
+    assert not ledger.data_left()
+    assert refill(ledger) == []
+    assert uids(ledger.pop()) == [2]
+    ledger.applied()
+    assert ledger.pop() is None
+    assert ledger.reason == "completed"
+
+
+def test_transactions_out_of_order_are_errors() -> None:
+    ledger = launched(1, 1, 1)
+    with pytest.raises(RuntimeError, match="no batch is training"):
+        ledger.applied()
+    finish(ledger, refill(ledger)[0])
+    ledger.pop()
+    for forbidden in (ledger.pop, ledger.snapshot):
+        with pytest.raises(RuntimeError, match="step 0 is"):
+            forbidden()
+    ledger.applied()
+    ledger.publish(1)
+    with pytest.raises(ValueError, match=r"version 0 cannot be published: P = 1 never falls"):
+        ledger.publish(0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lookahead": 3}, r"lookahead = 3 is more than max_staleness = 2; lower lookahead to 2"),
+        ({"publish_every": 3}, r"publish\.every = 3 is more than lookahead \+ 1 = 2.*raise lookahead to 2"),
+        (
+            {"order": "admission", "at_deadline": "wait"},
+            r'leaves at_deadline = "wait".*lookahead = 1.*max_staleness = 2',
+        ),
+        ({"order": "admission", "at_deadline": "drop"}, r'set at_deadline = "mask" or order = "ready"'),
+        ({"prompts_per_step": 0}, r"prompts_per_step = 0 must be at least 1"),
+        ({"max_attempts": 0}, r"max_attempts = 0 must be at least 1"),
+        ({"byte_limit": -1}, r"byte_limit = -1 must be at least 0"),
+    ],
+)
+def test_rules_that_exclude_each_other_are_refused(keys: dict[str, Any], message: str) -> None:
+    known: dict[str, Any] = {"prompts_per_step": 2, "max_staleness": 2, "lookahead": 1}
+    with pytest.raises(ConfigError, match=message):
+        LedgerRules(**known | keys)
