@@ -5,21 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
+from asyncrlhf import __version__
 from asyncrlhf.errors import ConfigError, DataError
 
 __all__ = ("main",)
 
 PROGRAM = "python -m asyncrlhf"
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"asyncrlhf {version('asyncrlhf')}")
-        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +46,7 @@ def _parser(only_check: bool) -> argparse.ArgumentParser:
             epilog=f"`{PROGRAM} check CONFIG ...` only reads it and prints sizes, bounds and warnings. Exit code: 0 "
             "complete, 1 failed, 2 refused, 130 or 143 stopped.",
         )
-        parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+        parser.add_argument("--version", action="version", version=f"asyncrlhf {__version__}")
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")
     parser.add_argument(
         "overrides",

@@ -16,7 +16,7 @@ import msgspec
 from asyncrlhf.errors import AsyncRLHFError, GroupError, LeaseLost, QueueClosed, SampleError, Stalled
 from asyncrlhf.flow.gate import Gate
 
-__all__ = ("Algorithm", "Stage", "gather", "run_algorithm")
+__all__ = ("Algorithm", "Stage", "cause_of", "gather", "run_algorithm")
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -70,13 +70,14 @@ async def run_algorithm(
     workers: int,
     services: Sequence[Stage],
     start: Stage,
+    finish: Stage,
     close: Sequence[Callable[[], None]],
     stall_timeout: float,
 ) -> None:
     """Run until `train` returns, then end the workers and services.
 
     `services` (group actors, coordinator) run beside it; `start` commits the first weights before any lease is
-    granted; `close` ends the services. Raises what ended the run: a RunEnded, a GroupError, or the error of `train`.
+    granted; `finish` awaits what is still under way when training is over; `close` ends the services. Raises what ended the run: a RunEnded, a GroupError, or the error of `train`.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -94,11 +95,12 @@ async def run_algorithm(
             for worker in pool:
                 worker.cancel()
             await asyncio.wait(pool)
+            await finish()
             for function in close:
                 function()
             await asyncio.wait(running)
     except BaseExceptionGroup as errors:
-        raise _cause(errors) from errors
+        raise cause_of(errors) from errors
 
 
 async def _work(stage: Stage, gate: Gate) -> None:
@@ -152,7 +154,7 @@ def _name(stage: Stage) -> str:
     return getattr(stage, "__qualname__", repr(stage))
 
 
-def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def cause_of(errors: BaseException) -> BaseException:
     """The error that names the end best: a RunEnded or GroupError before others, the first of its kind."""
     leaves: list[BaseException] = []
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.algorithm import Algorithm, run_algorithm
+from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm
 from asyncrlhf.build import Models, build_groups, starters
 from asyncrlhf.config.derive import derive
 from asyncrlhf.config.load import load, resolved
@@ -146,7 +146,8 @@ class Session:
                 if self.stopped_by is not None:
                     status, reason, code = "stopped", self.stopped_by.name, 128 + self.stopped_by
                     message = f"saved at train step {self.coordinator.version}; the same command goes on from there"
-        except Exception as error:  # whatever it is, the run directory says how the run ended
+        except Exception as problem:  # whatever it is, the run directory says how the run ended
+            error = cause_of(problem)
             status, reason, message, code = "failed", type(error).__name__, str(error), 1
             if not isinstance(error, AsyncRLHFError | OSError):
                 traceback.print_exception(error)
@@ -312,6 +313,7 @@ class Session:
             workers=self.config.prompts_per_step * ((self.config.lookahead or 0) + 1),
             services=[self.coordinator.serve, *(group.serve for group in self.groups.values())],
             start=self.coordinator.start,
+            finish=self.coordinator.finish,
             close=closes,
             stall_timeout=self.config.limits.stall_timeout,
         )

@@ -35,12 +35,15 @@ class RewardRunner:
     lock (some regular expressions); do such work in a process of its own.
     """
 
-    def __init__(self, function: str, timeout: float, concurrency: int, threads: int) -> None:
-        """`timeout`: seconds per call from the moment it runs. Raises ConfigError for a function that cannot be
-        imported, or not be called with (prompt, response, ground_truth)."""
-        self._name = function
-        self._function: Callable[..., Any] = import_named("function", function)
-        self._positional, self._named = _parameters(function, self._function)
+    def __init__(
+        self, function: str, timeout: float, concurrency: int, threads: int, *, where: str = "groups.reward"
+    ) -> None:
+        """`timeout`: seconds per call from the moment it runs. `where`: the table that errors name. No thread starts
+        before the first call. Raises ConfigError for a function that cannot be imported, or not be called with
+        (prompt, response, ground_truth)."""
+        self._name, self._where = function, where
+        self._function: Callable[..., Any] = import_named(f"{where}.function", function)
+        self._positional, self._named = _parameters(f'{where}.function = "{function}"', self._function)
         self._timeout = timeout
         self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
         self._places = asyncio.Semaphore(concurrency)
@@ -97,7 +100,7 @@ class RewardRunner:
                     reward = await self._threads.run(lambda: _guard(where, call), self._timeout)
             except TimeoutError:
                 raise SampleError(
-                    f"{where} ran longer than timeout = {self._timeout:g} s; make it faster or raise the timeout"
+                    f"{where} ran longer than {self._where}.timeout = {self._timeout:g} s; make it faster or raise it"
                 ) from None
             except _Refused as refused:
                 raise SampleError(f"{where} was not called: {refused}") from None
@@ -134,22 +137,21 @@ def _number(where: str, reward: Any) -> float:
     return number
 
 
-def _parameters(path: str, function: Any) -> tuple[frozenset[str], frozenset[str] | None]:
+def _parameters(key: str, function: Any) -> tuple[frozenset[str], frozenset[str] | None]:
     """Names that no column may take, and the columns the function names (None: all)."""
     fix = "write it as def reward(prompt, response, ground_truth, **columns) -> float"
     if inspect.isclass(function) or not callable(function):
-        raise ConfigError(f'function = "{path}" is a {type(function).__name__}, not a function; {fix}')
+        raise ConfigError(f"{key} is a {type(function).__name__}, not a function; {fix}")
     try:
         signature = inspect.signature(function)
         signature.bind_partial(*GIVEN)
     except (TypeError, ValueError) as problem:
-        raise ConfigError(f'function = "{path}" cannot be called with 3 arguments ({problem}); {fix}') from None
+        raise ConfigError(f"{key} cannot be called with 3 arguments ({problem}); {fix}") from None
     names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     for place, name in enumerate(GIVEN):
         if name in names and names.index(name) != place:
             raise ConfigError(
-                f'function = "{path}" takes {name} as argument {names.index(name) + 1}, but it is passed as argument '
-                f"{place + 1}; {fix}"
+                f"{key} takes {name} as argument {names.index(name) + 1}, but is given it as argument {place + 1}; {fix}"
             )
     taken = frozenset(GIVEN) | frozenset(names[:3])
     parameters = signature.parameters.values()

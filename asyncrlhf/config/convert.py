@@ -127,7 +127,7 @@ def _check_fields(table: dict[str, Any], kind: Fields, where: str, every_key: li
 def _suggest(key: str, where: str, here: list[str], every_key: list[str]) -> str:
     if close := difflib.get_close_matches(key, here, 1):
         return f"did you mean {_join(where, close[0])}?"
-    leaves = {dotted.rpartition(".")[2]: dotted for dotted in reversed(every_key)}
+    leaves = {dotted.rpartition(".")[2]: dotted for dotted in reversed(every_key) if dotted != _join(where, key)}
     if close := difflib.get_close_matches(key, leaves, 1, 0.8):
         return f"did you mean {leaves[close[0]]}?"
     return f"keys there: {', '.join(here)}"

@@ -48,7 +48,7 @@ class Derived:
             f"{self.worst_lag_of} lag".ljust(25)
             + f"{typical} typically, {self.worst_lag} at worst, in policy versions",
             f"weights published        {every}",
-            f"a rollout trains with    {self.min_answers} answers or more",
+            f"a rollout trains with    {self.min_answers} answer{'s' if self.min_answers > 1 else ''} or more",
             *(f"warning: {warning}" for warning in self.warnings),
         ]
 
@@ -76,18 +76,18 @@ def _warnings(config: Config, ahead: int) -> Iterator[str]:
     bound, every, steps = config.max_staleness, config.publish.every, config.train_steps
     if 0 < bound == ahead:
         yield (
-            f"max_staleness = lookahead = {bound}: long answers and slow rewards then cost 17-38 % of the tokens, masked "
-            f"or dropped; choose max_staleness >= 2 * lookahead = {2 * ahead}"
+            f"max_staleness = lookahead = {bound}: long answers and slow rewards then cost 17-38 % of the tokens, "
+            f"masked or dropped; choose max_staleness >= 2 * lookahead = {2 * ahead}"
         )
     if 0 < ahead < every:
         yield (
-            f"publish.every = {every} is lookahead + 1: legal, but almost nothing overlaps; set publish.every to {ahead} "
-            f"or less, or lookahead to {every} or more"
+            f"publish.every = {every} is lookahead + 1: legal, but almost nothing overlaps; set publish.every to "
+            f"{ahead} or less, or lookahead to {every} or more"
         )
     if bound and not ahead:
         yield f"lookahead = 0: generation and training never overlap, so max_staleness = {bound} has nothing to bound"
     if bound and config.off_policy == "none":
-        yield f'off_policy = "none" trains on tokens up to {bound} versions old without a correction; "decoupled" corrects'
+        yield f'off_policy = "none": tokens up to {bound} versions old train uncorrected; "decoupled" corrects them'
     if config.answers_per_prompt == 1 and config.data.response is None:
         yield "answers_per_prompt = 1: advantages within a prompt are all 0; GRPO and its kin need 2 or more"
     if steps is not None and config.checkpoint.every >= steps:

@@ -79,16 +79,19 @@ def _without_none(value: Any) -> Any:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file (looked in {os.getcwd()})") from None
     except OSError as problem:
         raise ConfigError(f"{path}: cannot be read: {problem.strerror}") from None
     except UnicodeDecodeError as problem:
         raise ConfigError(f"{path}: not UTF-8 text at byte {problem.start}") from None
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"{path}: not TOML: {problem}") from None
+        last = f"at line {len(text.splitlines())}, the last"
+        raise ConfigError(f"{path}: not TOML: {str(problem).replace('at end of document', last)}") from None
 
 
 def _override(table: dict[str, Any], text: str) -> None:

@@ -65,8 +65,11 @@ class Coordinator:
         """Runs restarts and evaluations until `close`."""
         async with asyncio.TaskGroup() as self._tasks:
             await self._stop.wait()
-            if self._evaluator is not None:
-                await self._evaluator.finish()
+
+    async def finish(self) -> None:
+        """Training is over: let an evaluation under way end."""
+        if self._evaluator is not None:
+            await self._evaluator.finish()
 
     def close(self) -> None:
         self._stop.set()

@@ -56,25 +56,25 @@ def problem_of(columns: object, data: Data) -> str | None:
     for name in needed:
         if name not in row:
             return f"no column {name!r} (it has {', '.join(map(repr, row)) or 'none'})"
-    if data.response is not None and not isinstance(row[data.response], str):
-        return f"column {data.response!r} is a {type(row[data.response]).__name__}, not text"
-    return _problem_of_prompt(row[data.prompt], data)
+    if data.response is not None and (problem := _problem_of_text(data.response, row[data.response])):
+        return problem
+    if data.chat and isinstance(row[data.prompt], list):
+        return _problem_of_messages(data.prompt, cast(list[object], row[data.prompt]))
+    problem = _problem_of_text(data.prompt, row[data.prompt])
+    return f"{problem} (a list of messages needs data.chat = true)" if isinstance(row[data.prompt], list) else problem
 
 
-def _problem_of_prompt(prompt: object, data: Data) -> str | None:
-    if isinstance(prompt, str):
-        return None if prompt else f"column {data.prompt!r} is empty"
-    if not isinstance(prompt, list):
-        return f"column {data.prompt!r} is a {type(prompt).__name__}, not text"
-    if not data.chat:
-        return f"column {data.prompt!r} is a list, not text (a list of messages needs data.chat = true)"
-    messages = cast(list[object], prompt)
-    if not messages:
-        return f"column {data.prompt!r} is empty"
+def _problem_of_text(name: str, value: object) -> str | None:
+    if not isinstance(value, str):
+        return f"column {name!r} is a {type(value).__name__}, not text"
+    return None if value else f"column {name!r} is empty"
+
+
+def _problem_of_messages(name: str, messages: list[object]) -> str | None:
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= cast(Mapping[str, Any], message).keys():
-            return f"column {data.prompt!r} holds a message without role and content"
-    return None
+            return f"column {name!r} holds a message without role and content"
+    return None if messages else f"column {name!r} is empty"
 
 
 def read_jsonl(path: str, data: Data, where: str) -> tuple[list[dict[str, Any]], Report]:

@@ -93,11 +93,11 @@ class FiniteRows:
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:
+            while len(self._orders) >= KEPT_ORDERS:
+                del self._orders[next(iter(self._orders))]
             order = list(range(self._row_count))
             Random(f"{self._seed}/{epoch}").shuffle(order)
             self._orders[epoch] = order
-            for old in sorted(self._orders)[:-KEPT_ORDERS]:
-                del self._orders[old]
         return self._orders[epoch]
 
 

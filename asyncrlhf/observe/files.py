@@ -56,11 +56,8 @@ class LineFile:
             os.fsync(self._file.fileno())
         return self._written
 
-    def truncate(self, offset: int) -> None:
-        """Keep the first `offset` bytes and go on there.
-
-        Raises CheckpointError when the file is shorter, or `offset` is not the end of a line.
-        """
+    def check(self, offset: int) -> None:
+        """Raises CheckpointError when the file is shorter than `offset` bytes, or that is not the end of a line."""
         if self._path is None:
             return
         size = self._path.stat().st_size if self._path.exists() else 0
@@ -69,16 +66,34 @@ class LineFile:
                 f"{self._path} holds {size} bytes, the checkpoint was taken at {offset}; put the file of that run "
                 "back, or resume into another run_dir"
             )
-        self._buffer.clear()
-        file = self._open(offset)
         if offset:
-            file.seek(offset - 1)
-            if file.read(1) != b"\n":
-                raise CheckpointError(
-                    f"byte {offset} of {self._path} is not the end of a line, so it is not the file that the "
-                    "checkpoint was taken with; put that file back, or resume into another run_dir"
-                )
-        file.truncate(offset)
+            with self._path.open("rb") as file:
+                file.seek(offset - 1)
+                if file.read(1) != b"\n":
+                    raise CheckpointError(
+                        f"byte {offset} of {self._path} is not the end of a line, so it is not the file that the "
+                        "checkpoint was taken with; put that file back, or resume into another run_dir"
+                    )
+
+    def truncate(self, offset: int) -> None:
+        """Keep the first `offset` bytes and go on there. Raises CheckpointError as `check` does."""
+        self.check(offset)
+        self._buffer.clear()
+        if self._path is not None:
+            self._open(offset).truncate(offset)
+
+    def begin(self) -> None:
+        """Replace now, before there is a line, what an earlier run left; nothing once lines were kept or written."""
+        if self._path is not None and self._file is None:
+            self._open(self._written)
+
+    def is_empty(self) -> bool:
+        """Is there nothing on disk that a first line would replace?"""
+        return self._path is None or not self._path.exists() or self._path.stat().st_size == 0
+
+    def discard(self) -> None:
+        """Forget the lines that no flush has written."""
+        self._buffer.clear()
 
     def lines(self) -> Iterator[bytes]:
         """The lines on disk, in order, without their newlines; one is held in memory at a time."""

@@ -18,6 +18,7 @@ from asyncrlhf.observe.events import (
     Checkpointed,
     Event,
     RunEnded,
+    RunStarted,
     StepEnded,
     decode_event,
     encode_json,
@@ -45,6 +46,9 @@ class View(Protocol):
 class EventLog:
     """The truth about a run. `directory` None keeps nothing on disk and still feeds the views.
 
+    What an earlier run left in the directory is replaced when RunStarted comes, or continued after `truncate`; a start
+    that fails before either leaves it as it was.
+
     Example: log = EventLog(run_dir); log.subscribe(metrics); log.emit(Granted(uid=70, attempt=1, version=3)).
     """
 
@@ -54,6 +58,7 @@ class EventLog:
         self._origin = clock()
         self._last = 0.0
         self._flushed_at = 0.0
+        self._begun = False
         self._views: list[View] = []
 
     def subscribe(self, *views: View) -> None:
@@ -73,8 +78,9 @@ class EventLog:
         self._last = max(self._last, self.elapsed())
         event = msgspec.structs.replace(event, t=self._last)
         self._file.append(encode_json(event))
+        self._begun = self._begun or isinstance(event, RunStarted) or self._file.is_empty()
         milestone = isinstance(event, StepEnded | Checkpointed | RunEnded)
-        if milestone or self._last - self._flushed_at >= FLUSH_SECONDS:
+        if self._begun and (milestone or self._last - self._flushed_at >= FLUSH_SECONDS):
             self._file.flush()
             self._flushed_at = self._last
         for view in self._views:
@@ -82,7 +88,11 @@ class EventLog:
 
     def offset(self) -> int:
         """Bytes of events.jsonl written so far, safely on disk: what a checkpoint stores. 0 without a directory."""
-        return self._file.offset()
+        return self._file.offset() if self._begun else 0
+
+    def check(self, offset: int) -> None:
+        """Raises CheckpointError, and changes nothing, when `truncate` would refuse this offset."""
+        self._file.check(offset)
 
     def truncate(self, offset: int) -> None:
         """Forget what followed a checkpoint, replay the rest to the views and go on from its last `t`.
@@ -90,6 +100,7 @@ class EventLog:
         Raises CheckpointError when events.jsonl does not fit the offset or cannot be read.
         """
         self._file.truncate(offset)
+        self._begun = True
         self._last = 0.0
         for event in _decode(self._file.lines(), "events.jsonl"):
             self._last = max(self._last, event.t)
@@ -102,6 +113,8 @@ class EventLog:
         """Close the views, then the file."""
         for view in self._views:
             view.close()
+        if not self._begun:
+            self._file.discard()
         self._file.close()
 
 

@@ -57,7 +57,7 @@ class Metrics:
         self._file = LineFile(None if directory is None else directory / "metrics.jsonl")
         self._views: list[RowView] = []
         self._busy = BusyMeter()
-        self._counts = dict.fromkeys(
+        self._counts: dict[str, int] = dict.fromkeys(
             ("optimizer_steps", "rejected_steps", "void_steps", "nonfinite_values", "expired", "dropped"), 0
         )
         self._popped: Popped | None = None
@@ -68,9 +68,18 @@ class Metrics:
     def subscribe(self, *views: RowView) -> None:
         self._views += views
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Since the run's start: optimizer_steps, rejected_steps, void_steps, nonfinite_values, expired, dropped."""
+        return self._counts
+
     def offset(self) -> int:
         """Bytes of metrics.jsonl written so far, safely on disk: what a checkpoint stores."""
         return self._file.offset()
+
+    def check(self, offset: int) -> None:
+        """Raises CheckpointError, and changes nothing, when `truncate` would refuse this offset."""
+        self._file.check(offset)
 
     def truncate(self, offset: int) -> None:
         """Forget the rows after a checkpoint; the numbers themselves come back from the replayed events.
@@ -109,6 +118,8 @@ class Metrics:
             case RunStarted():
                 self._busy.declare(event.groups)
                 self._popped, self._steps, self._times = None, [], self._no_times()
+                if live:
+                    self._file.begin()
             case RunEnded():
                 if live:
                     self._file.flush()

@@ -41,10 +41,10 @@ class Observer:
         tracked = [make_tracker(name, directory, config) for name in trackers] if directory is not None else []
         self.log = EventLog(directory, clock)
         self.metrics = Metrics(directory)
-        self.summary = Summary(directory)
+        self.summary = Summary(directory, self.metrics)
         self.trace = Trace(directory)
         self.console = Console(self.summary, directory, mode=console, stream=stream)
-        self.metrics.subscribe(self.summary, self.console, *tracked)
+        self.metrics.subscribe(self.console, *tracked)
         self.log.subscribe(self.metrics, self.summary, self.trace, *tracked, self.console)
 
     def emit(self, event: Event) -> None:
@@ -61,11 +61,12 @@ class Observer:
 
     def truncate(self, offsets: Mapping[str, int]) -> None:
         """Go on from a checkpoint of this directory: cut both files there and continue every count. Call it before
-        the first `emit`. Raises CheckpointError when the files do not fit."""
+        the first `emit`. Raises CheckpointError, with both files as they were, when one does not fit."""
         if missing := {"events", "metrics"} - offsets.keys():
             raise CheckpointError(
                 f"the checkpoint stores no offset for {sorted(missing)}; it is torn or of another kind"
             )
+        self.log.check(offsets["events"])
         self.metrics.truncate(offsets["metrics"])
         self.log.truncate(offsets["events"])
 

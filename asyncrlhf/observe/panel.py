@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import TextIO
 
@@ -55,7 +56,14 @@ class Panel:
             return
         self._drawn_at = now
         if self._live is None:
-            self._live = Live(console=self._terminal, auto_refresh=False, transient=True)
+            ours = self._terminal.file is sys.stdout
+            self._live = Live(
+                console=self._terminal,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=ours,
+                redirect_stderr=ours and sys.stderr.isatty(),
+            )
             self._live.start()
         self._live.update(self.frame(started, now), refresh=True)
 

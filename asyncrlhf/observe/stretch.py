@@ -55,7 +55,7 @@ class Stretch:
         return len(self.rows) / seconds if seconds else None
 
     def tokens_per_second(self) -> float | None:
-        """Generated or trained tokens need two rows: they are counted from the run's start."""
+        """Trained tokens; None for a single row, since rows count them from the run's start."""
         first, last = _number(self.rows[0], "tokens/trained"), _number(self.rows[-1], "tokens/trained")
         seconds = self.seconds() - _number(self.rows[0], "time/step") - _number(self.rows[0], "time/void")
         return (last - first) / seconds if seconds > 0 else None
@@ -86,7 +86,7 @@ def steps_done(stretch: Stretch, started: RunStarted | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """The last `width` values as bars, the lowest one empty."""
+    """The last `width` values as bars between their lowest and their highest."""
     shown = values[-width:]
     if not shown:
         return ""

@@ -24,7 +24,7 @@ from asyncrlhf.observe.events import (
     finite,
 )
 from asyncrlhf.observe.files import write_atomically
-from asyncrlhf.observe.metrics import Row
+from asyncrlhf.observe.metrics import Metrics, Row
 
 __all__ = ("Summary",)
 
@@ -36,7 +36,7 @@ SERIES = ("step", "lost", "trained", "samples", "generate", "swap", "train", "wa
 
 class Summary:
     """View and row view: writes summary.json when the run ends, however it ends, and removes an older one when the
-    run starts. Subscribe it to the log and to the metrics, the metrics before it.
+    run starts. It subscribes itself to `metrics`; subscribe it to the log after them.
 
     `result()` is what the file holds. Rates and shares are of the steady state: the train steps without their first
     fifth. A share or a rate that does not exist (no step yet) is null. Keys beyond the contract: `masked_by_position`
@@ -45,7 +45,9 @@ class Summary:
     per step of the two pools; `exposed_sync_s` is per step. Void attempts count in the seconds of the rates only.
     """
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, metrics: Metrics) -> None:
+        metrics.subscribe(self)
+        self._metrics = metrics
         self.path = None if directory is None else directory / "summary.json"
         self._started: RunStarted | None = None
         self._ended: RunEnded | None = None
@@ -58,7 +60,6 @@ class Summary:
         self._lags: dict[str, Counter[int]] = {name: Counter() for name in ("token", "masked", "head", "queue")}
         self._untrainable = 0
         self._by_position, self._by_length = [0] * 10, [0] * 10
-        self._counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         self._series = {name: array("d") for name in SERIES}
 
     def close(self) -> None:
@@ -79,7 +80,6 @@ class Summary:
                 self._last = event
                 if not event.void:
                     self._series["trained"].append(self._consume(self._popped) if self._popped else 0)
-                self._counts["void_steps"] += event.void
                 self._popped = None
             case Evaluated():
                 self._evaluations = [*self._evaluations[:1], event]
@@ -110,7 +110,6 @@ class Summary:
         if len(self._rewards_first) < REWARD_STEPS:
             self._rewards_first.append(reward)
         self._rewards_last.append(reward)
-        self._counts = {name: row[name] for name in COUNTS}
         step = _number(row["time/step"])
         values = {
             "step": step,
@@ -145,7 +144,7 @@ class Summary:
             **self._steady(),
             "leases": {**(last.leases if last else {})},
             "failed_leases": self._settled["failed"],
-            **self._counts,
+            **{name: self._metrics.counts[name] for name in COUNTS},
         }
 
     def _tokens(self) -> dict[str, int]:

@@ -35,7 +35,7 @@ class Trace:
 
     A longer run keeps its beginning and its end; the file names the gap. One track per engine, whose slices of one
     kind of work are merged when less than 1 ms apart, tracks for train steps, publishes and evaluations, and
-    counters for live leases and token lag.
+    counters for live leases and token lag. A run in which nothing happened writes no file.
     """
 
     def __init__(self, directory: Path | None, *, capacity: int = 100_000) -> None:
@@ -77,7 +77,7 @@ class Trace:
             case Restarted():
                 self._instant(f"restarted as {event.incarnation}", (self._process(event.group), event.rank), event.t)
             case RunEnded():
-                if live and self.path is not None:
+                if live and self.path is not None and (self._head or self._open):
                     write_atomically(self.path, self.dump())
             case _:
                 pass

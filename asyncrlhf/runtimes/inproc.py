@@ -24,6 +24,8 @@ __all__ = ("InprocRuntime", "ThreadEngine")
 
 Command = tuple[str, tuple[Any, ...], asyncio.Future[Any]]
 RETURNS_EVENTS = ("add", "commit")
+BUILDING = threading.Lock()
+"""Engines of one process are built one after another: model loaders change process-wide state while they work."""
 
 
 class InprocRuntime:
@@ -111,9 +113,10 @@ class ThreadEngine:
         try:
             if self.spec.core is not None and hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, {self.spec.core})
-            kind = import_object(self.spec.engine)
-            kind.use_threads(self.spec.threads)
-            engine = kind(self.spec.options)
+            with BUILDING:
+                kind = import_object(self.spec.engine)
+                kind.use_threads(self.spec.threads)
+                engine = kind(self.spec.options)
             self._post(self._set_result, self.ready, None)
             self._loop_forever(engine)
         except BaseException as error:  # the boundary of the thread: everything becomes a message

@@ -7,6 +7,7 @@ particular virtual time, so the loop refuses it; sockets, pipes and subprocesses
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 import sysconfig
 from collections.abc import Coroutine
@@ -30,6 +31,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     """
 
     _scheduled: list[asyncio.TimerHandle]  # the base loop's timers, a heap
+    _clock_resolution: float  # the base loop runs timers due before time() + this
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -43,6 +45,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         if not self._scheduled:
             raise Deadlock(_who_waits(self))
         self._now = max(self._now, self._scheduled[0].when())
+        self._clock_resolution = math.ulp(self._now)
 
     def run_in_executor(self, executor: object, func: object, *args: object) -> NoReturn:
         """Refused: a thread knows nothing of virtual time."""

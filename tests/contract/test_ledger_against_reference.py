@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,10 +17,10 @@ from tests.contract.reference.ledger import Config
 from tests.contract.reference.sim import World
 from tests.contract.twin import TwinMembership, TwinSimulation
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("EXAMPLES", "200"))
 NAMED = {"completed", "exhausted", "diverged", "train_steps"}
 many = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-pytestmark = pytest.mark.timeout(60 if EXAMPLES <= 100 else 0)
+pytestmark = pytest.mark.timeout(60 if EXAMPLES <= 200 else 0)
 
 
 @st.composite
@@ -168,6 +169,25 @@ def test_membership_does_what_the_reference_does(engines: int, operations: list[
             members.fence(engine)
         elif verb == "join" and known and not serves:
             members.join(engine)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 30])
+@pytest.mark.parametrize(
+    ("faults", "ending"),
+    [
+        ({"p_filter": 1.0}, "exhausted"),
+        ({"p_fail": 1.0}, "exhausted"),
+        ({"p_void": 1.0}, "diverged"),
+        ({"p_zero": 1.0}, "no_signal"),
+        ({"data": 0}, "completed"),
+        ({"train_steps": 5}, "train_steps"),
+    ],
+)
+def test_A2_A8_L2_endless_trouble_ends_with_a_name(lookahead: int, faults: dict[str, Any], ending: str) -> None:
+    world = World(**faults)
+    run = TwinSimulation(Config(B=2, K=30, D=lookahead), world, train_steps=faults.get("train_steps"))
+    run.run()
+    assert run.ledger.product.reason == ending
 
 
 def test_the_comparison_notices_a_difference() -> None:

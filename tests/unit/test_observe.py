@@ -19,6 +19,7 @@ from asyncrlhf.observe import (
     EventLog,
     Granted,
     GroupShape,
+    Observer,
     OptimizerStep,
     RunEnded,
     Scored,
@@ -138,11 +139,30 @@ def test_truncate_replays_what_is_kept_and_time_goes_on(tmp_path: Path) -> None:
 def test_a_new_run_replaces_the_files_of_an_older_one(tmp_path: Path) -> None:
     Scene(tmp_path, steps=3).end()
     assert (tmp_path / "summary.json").exists()
-    scene = Scene(tmp_path, steps=1)
+    scene = Scene(tmp_path)
     assert not (tmp_path / "summary.json").exists()
+    assert scene.rows() == []
+    scene.step()
     scene.end()
     assert len(scene.rows()) == 1
     assert sum(isinstance(e, StepEnded) for e in read_events(tmp_path / "events.jsonl")) == 1
+
+
+def test_a_start_that_fails_leaves_the_lines_of_the_run_before(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, steps=2)
+    offsets = scene.observer.offsets()
+    scene.end()
+    files = {name: (tmp_path / name).read_bytes() for name in ("events.jsonl", "metrics.jsonl", "trace.json")}
+    for wrong in (offsets | {"metrics": 10**9}, offsets | {"events": 10**9}, {"events": 0}, None):
+        observer = Observer(tmp_path, console="off")
+        if wrong is not None:
+            with pytest.raises(CheckpointError):
+                observer.truncate(wrong)
+        observer.emit(RunEnded(status="failed", reason="CheckpointError", message="does not fit"))
+        assert observer.log.offset() == 0
+        observer.close()
+        assert {name: (tmp_path / name).read_bytes() for name in files} == files
+        assert scene.json("summary.json")["reason"] == "CheckpointError"
 
 
 def test_offsets_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -155,8 +175,6 @@ def test_offsets_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not the end of a line"):
         log.truncate(offsets["events"] - 1)
     log.close()
-    with pytest.raises(CheckpointError, match="metrics"):
-        Scene(tmp_path, resume={"events": 0})
     (tmp_path / "events.jsonl").write_bytes(b"{}\n")
     log = EventLog(tmp_path)
     with pytest.raises(CheckpointError, match=r"line 1 of events\.jsonl"):
@@ -164,7 +182,7 @@ def test_offsets_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_failing_disk_raises_as_it_is_and_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_raises_as_it_is_and_leaves_whole_lines(tmp_path: Path) -> None:
     log, view = EventLog(tmp_path, FakeClock()), Recorder()
     log.subscribe(view)
     log.emit(Warned(message="first"))
@@ -278,6 +296,7 @@ def test_void_steps_write_no_row_and_are_counted(tmp_path: Path) -> None:
     scene.step(void=True)
     scene.step(void=True)
     scene.step()
+    scene.step(void=True)
     scene.end()
     rows = scene.rows()
     assert [row["train_step"] for row in rows] == [0, 1]
@@ -288,7 +307,7 @@ def test_void_steps_write_no_row_and_are_counted(tmp_path: Path) -> None:
         parts = ("tokens/trained", "tokens/masked", "tokens/dropped", "tokens/open")
         assert row["tokens/generated"] == sum(row[part] for part in parts)
     summary = scene.json("summary.json")
-    assert summary["void_steps"] == 2
+    assert (summary["void_steps"], summary["rejected_steps"]) == (3, 3)
     assert summary["rates"]["steps_s"] == pytest.approx(2 / 8)
     assert summary["staleness"]["histograms"]["head"] == {"1": 2, "3": 2}
 

@@ -17,6 +17,7 @@ from asyncrlhf.observe import (
     EngineBusy,
     Fenced,
     Granted,
+    Metrics,
     Observer,
     Restarted,
     RunStarted,
@@ -116,7 +117,7 @@ def test_summary_of_a_failure_without_a_step(tmp_path: Path) -> None:
 
 
 def test_summary_before_a_run_has_started_is_complete_too() -> None:
-    result = Summary(None).result()
+    result = Summary(None, Metrics(None)).result()
     assert result["status"] == "running"
     assert report_lines(result, None)
 

@@ -1,0 +1,392 @@
+"""Refusals of a configuration with their messages; overrides; the resolved file; what follows from a configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrlhf.config import schema
+from asyncrlhf.config.derive import derive
+from asyncrlhf.config.load import convert, import_named, load, resolved
+from asyncrlhf.errors import ConfigError
+
+TEXT = """
+algorithm = "algorithms.grpo:GRPO"
+train_steps = 10
+prompts_per_step = 4
+answers_per_prompt = 8
+run_dir = "runs/test"
+after = ["first/sft.toml"]
+
+[data]
+source = "asyncrlhf.data.tasks:reverse"
+options = {length = 5}
+
+[settings]
+loss = {clip = 0.2}
+
+[groups.policy]
+scratch = {characters = "ab>", config = {hidden_size = 96}}
+
+[groups.rollout]
+max_tokens = 8
+"""
+STALE = ("max_staleness=4", "off_policy=decoupled")
+
+Load = Callable[..., schema.Config]
+
+
+@pytest.fixture
+def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads TEXT with overrides; sys.path is restored afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "run.toml"
+    path.write_text(TEXT)
+    return lambda *overrides: load(str(path), overrides)
+
+
+def refusal(read: Load, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(*overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def refused_table(table: dict[str, Any], role: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        convert(table, schema.ROLES[role], f"groups.{role}")
+    message = str(caught.value)
+    assert message.startswith(f"groups.{role}")
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_are_synchronous(read: Load) -> None:
+    config = read()
+    assert (config.max_staleness, config.lookahead, config.off_policy) == (0, 0, "none")
+    assert (config.runtime, config.resume, config.order, config.at_deadline) == ("inproc", "auto", "ready", "mask")
+    assert config.limits == schema.Limits()
+    assert config.groups["rollout"] == {"max_tokens": 8}
+
+
+@pytest.mark.parametrize(("bound", "ahead"), [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2), (8, 4)])
+def test_lookahead_defaults_to_half_the_bound(read: Load, bound: int, ahead: int) -> None:
+    assert read(f"max_staleness={bound}", "off_policy=none").lookahead == ahead
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        # unknown keys, at every depth
+        (["promts_per_step=3"], "promts_per_step is not a key; did you mean prompts_per_step?"),
+        (["limits.max_atempts=3"], "limits.max_atempts is not a key; did you mean limits.max_attempts?"),
+        (["max_attempts=3"], "max_attempts is not a key; did you mean limits.max_attempts?"),
+        (["publish.zzz=3"], "publish.zzz is not a key; keys there: every, mode, kv, timeout"),
+        # types
+        (["publish.every=often"], 'publish.every = "often": expected an integer, got a string'),
+        (["prompts_per_step=1.5"], "prompts_per_step = 1.5: expected an integer, got a number"),
+        (["seed=true"], "seed = true: expected an integer, got true or false"),
+        (["observe.trace=yes"], 'observe.trace = "yes": expected true or false, got a string'),
+        (["run_dir=7"], "run_dir = 7: expected a string, got an integer; put it in quotes"),
+        (["after=x.toml"], 'after = "x.toml": expected a list, got a string'),
+        (["limits=3"], "limits = 3: expected a table; write [limits]"),
+        (["groups.policy=3"], "groups.policy = 3: expected a table; write [groups.policy]"),
+        (["data.options=[1]"], "data.options = [1]: expected a table; write [data.options]"),
+        (["limits.lease_timeout=soon"], 'limits.lease_timeout = "soon": expected a number, got a string'),
+        # bounds
+        (["prompts_per_step=0"], "prompts_per_step = 0 must be >= 1"),
+        (["max_staleness=-1"], "max_staleness = -1 must be >= 0"),
+        (["limits.max_void_steps=0"], "limits.max_void_steps = 0 must be >= 1"),
+        (["limits.stall_timeout=0"], "limits.stall_timeout = 0 must be > 0"),
+        (["off_policy_cap=1"], "off_policy_cap = 1 must be > 1"),
+        (["limits.wait_timeout=inf"], "limits.wait_timeout = inf is not a finite number"),
+        (["run_dir=''"], "run_dir must not be empty"),
+        # choices
+        (["at_deadline=foo"], 'at_deadline = "foo" is not a choice; use one of "drop", "mask", "wait"'),
+        (["off_policy=tis"], 'off_policy = "tis" is not a choice'),
+        (['observe.trackers=["mlflow"]'], 'observe.trackers[0] = "mlflow" is not a choice; use one of "tensorboard"'),
+        # required
+        (["prompts_per_step="], "prompts_per_step is missing; it has no default"),
+        (["data="], "data is missing"),
+        # import paths
+        (["algorithm=grpo"], 'algorithm = "grpo" is not an import path; write it as "module:name"'),
+        (["data.source=tasks"], 'data.source = "tasks" is not an import path'),
+        # rules between keys
+        (["runtime=ray"], 'runtime = "ray" is not there yet; use "inproc"'),
+        (["runtime=local"], 'runtime = "local" is not there yet; use "inproc"'),
+        ([*STALE, "lookahead=5"], "lookahead = 5 is above max_staleness = 4"),
+        (["order=admission", "at_deadline=wait"], 'at_deadline = "wait" has nothing to do'),
+        (["order=admission", "at_deadline=drop"], 'at_deadline = "drop" has nothing to do'),
+        (["limits.lease_timeout=1800"], "limits.lease_timeout = 1800 s must be below stall_timeout = 1800 s"),
+        (["limits.min_answers=9"], "limits.min_answers = 9 is above answers_per_prompt = 8"),
+        (["train_steps="], "train_steps, data.epochs: neither is set, so the run has no end"),
+        (["data.path=x.jsonl"], "data.path, source: both are set; set exactly one"),
+        (["data.source="], "data.path, source: neither is set; set exactly one"),
+        (["data.source=", "data.path=x.parquet"], 'data.path = "x.parquet" is not a .jsonl file'),
+        (["data.source=", "data.path=x.jsonl"], "data.options are the arguments of a source, and path is set"),
+        (["evaluation.every=5"], "evaluation.path, source: neither is set"),
+        (["evaluation.path=a.jsonl", "evaluation.source=a:b"], "evaluation.path, source: both are set"),
+        # overrides themselves
+        (["steps"], '"steps" is not an override; write it as key=value or table.key=value'),
+        (["a..b=1"], '"a..b=1" is not an override'),
+        (["run_dir.x=1"], "run_dir.x cannot be set: run_dir is not a table"),
+    ],
+)
+def test_refusals_say_what_where_and_how(read: Load, overrides: list[str], words: str) -> None:
+    assert words in refusal(read, *overrides)
+
+
+def test_n3_staleness_without_a_chosen_correction_is_refused(read: Load) -> None:
+    message = refusal(read, "max_staleness=2")
+    assert "off_policy is not chosen and max_staleness = 2" in message
+    assert '"decoupled"' in message
+    assert read("max_staleness=2", "off_policy=none").off_policy == "none"
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 4])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 4])
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 6])
+def test_a5_every_publish_interval_that_would_deadlock_is_refused(
+    read: Load, bound: int, ahead: int, every: int
+) -> None:
+    overrides = [f"max_staleness={bound}", f"lookahead={ahead}", f"publish.every={every}", "off_policy=none"]
+    if ahead > bound:
+        assert f"lookahead = {ahead} is above max_staleness = {bound}" in refusal(read, *overrides)
+    elif every > ahead + 1:
+        assert f"publish.every = {every} is above lookahead + 1 = {ahead + 1}" in refusal(read, *overrides)
+    else:
+        assert read(*overrides).publish.every == every
+
+
+def test_a11_depth_and_bound_are_two_knobs(read: Load) -> None:
+    config = read("max_staleness=8", "lookahead=1", "off_policy=decoupled")
+    facts = derive(config)
+    assert (facts.lookahead, facts.worst_lag, facts.live_window) == (1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("table", "role", "words"),
+    [
+        (
+            {"max_tokens": 8, "temprature": 1},
+            "rollout",
+            "temprature is not a key; did you mean groups.rollout.temperat",
+        ),
+        ({"max_tokens": 8, "temperature": 0}, "rollout", "temperature = 0 must be > 0"),
+        ({"max_tokens": 8, "max_sequence_tokens": 8}, "rollout", "max_sequence_tokens = 8 leaves no room"),
+        ({}, "rollout", "max_tokens is missing"),
+        ({"max_tokens": 8, "backend": "vllm"}, "rollout", 'backend = "vllm" is not a choice; use "torch"'),
+        ({}, "policy", "model, scratch: neither is set; set exactly one"),
+        ({"model": "m", "scratch": {"characters": "a"}}, "policy", "model, scratch: both are set"),
+        ({"scratch": {"characters": ""}}, "policy", "scratch.characters must not be empty"),
+        ({"scratch": "qwen2"}, "policy", 'scratch = "qwen2": expected a table, got a string'),
+        ({"model": "m", "optimizer": {"lr": 1}}, "critic", "optimizer.lr is not a key"),
+        ({"model": "m", "optimizer": {"betas": [0.9, 1.0]}}, "critic", "optimizer.betas[1] = 1.0 must be < 1"),
+        ({"model": "m", "optimizer": {"betas": [0.9]}}, "critic", "expected array of length 2, got 1"),
+        ({"model": "m", "optimizer": {"min_ratio": 2}}, "policy", "optimizer.min_ratio = 2 must be <= 1"),
+        ({"dtype": "float16"}, "reference", 'dtype = "float16" is not a choice; use one of "bfloat16", "float32"'),
+        ({"function": "f"}, "reward", 'function = "f" is not an import path'),
+        ({"function": "m:f", "timeout": 0}, "reward", "timeout = 0 must be > 0"),
+    ],
+)
+def test_group_tables_refuse_under_their_own_name(table: dict[str, Any], role: str, words: str) -> None:
+    assert words in refused_table(table, role)
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 50), ("min_p", 0.1)])
+def test_n4_a_sampler_that_breaks_the_log_prob_contract_is_refused(key: str, value: float) -> None:
+    assert f"{key} = {value} would cut the distribution" in refused_table({"max_tokens": 8, key: value}, "rollout")
+
+
+def test_n4_neutral_sampler_settings_and_any_temperature_are_accepted() -> None:
+    table = {"max_tokens": 8, "top_p": 1, "top_k": 0, "min_p": 0, "temperature": 0.7}
+    assert convert(table, schema.TorchRollout, "groups.rollout").temperature == 0.7
+
+
+def test_backend_is_torch_unless_said_and_unions_grow_by_a_member() -> None:
+    class Other(msgspec.Struct, forbid_unknown_fields=True, tag_field="backend", tag="other"):
+        size: int = 1
+
+    either: Any = schema.TorchScore | Other
+    assert convert({"model": "m"}, either, "groups.reference") == schema.TorchScore(model="m")
+    assert convert({"backend": "other", "size": 2}, either, "groups.reference") == Other(size=2)
+    with pytest.raises(ConfigError, match=r"groups.reference.model is not a key; keys there: size"):
+        convert({"backend": "other", "model": "m"}, either, "groups.reference")
+    with pytest.raises(ConfigError, match=r'backend = "third" is not a choice; use one of "torch", "other"'):
+        convert({"backend": "third"}, either, "groups.reference")
+
+
+def test_convert_names_the_place_of_settings_too() -> None:
+    class Settings(msgspec.Struct, forbid_unknown_fields=True):
+        clip: float = 0.2
+
+        def __post_init__(self) -> None:
+            if self.clip > 1:
+                raise ValueError("too much")
+
+    assert convert({"clip": 1}, Settings, "settings") == Settings(clip=1.0)
+    with pytest.raises(ConfigError, match=r"^settings.clp is not a key; did you mean settings.clip\?$"):
+        convert({"clp": 1}, Settings, "settings")
+    with pytest.raises(ConfigError, match=r"^settings: too much$"):
+        convert({"clip": 2}, Settings, "settings")
+
+
+def test_overrides_are_toml_or_bare_strings(read: Load) -> None:
+    config = read(
+        "run_dir=runs/with spaces",
+        "data.epochs=2",
+        "train_steps=",
+        "settings.new.deep=1e-3",
+        'settings.list=["a", 1]',
+        "settings.flag=true",
+        "settings.date=2024-01-01",
+        "groups.policy.model=a=b",
+        "groups.rollout.temperature = 0.5",
+        "seed=1",
+        "seed=2",
+    )
+    assert config.run_dir == "runs/with spaces"
+    assert (config.train_steps, config.data.epochs, config.seed) == (None, 2, 2)
+    assert config.settings["new"] == {"deep": 1e-3}
+    assert config.settings["list"] == ["a", 1]
+    assert config.settings["flag"] is True
+    assert config.settings["date"] == "2024-01-01"
+    assert config.groups["policy"]["model"] == "a=b"
+    assert config.groups["rollout"]["temperature"] == 0.5
+
+
+def test_a_value_cannot_smuggle_a_second_key(read: Load) -> None:
+    assert read('run_dir="a"\nseed=9').seed == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a = 1\nb = ", "not TOML: Invalid value (at line 2, the last)"),
+        (b"a = 1\nb = = 2", "not TOML: Invalid value (at line 2, column 5)"),
+        (b"a = 1\na = 2", "not TOML: Cannot overwrite a value (at line 2, the last)"),
+        (b'a = "\xff"', "not UTF-8 text at byte 5"),
+        (b"", "algorithm is missing"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load(str(path), [])
+    assert str(caught.value).startswith(f"{path}: ")
+    assert words in str(caught.value)
+
+
+def test_a_file_that_is_not_there_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.toml: there is no such file \(looked in /"):
+        load("nowhere.toml", [])
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load(str(tmp_path), [])
+
+
+def test_after_is_relative_to_the_file_and_imports_are_found_beside_it(read: Load, tmp_path: Path) -> None:
+    (tmp_path / "beside_config.py").write_text("def rows():\n    return [{'prompt': 'a', 'answer': 'b'}]\n")
+    config = read()
+    assert config.after == [str(tmp_path / "first" / "sft.toml")]
+    assert config.directory == str(tmp_path)
+    assert import_named("data.source", "beside_config:rows")() == [{"prompt": "a", "answer": "b"}]
+    read()
+    assert sys.path.count(str(tmp_path)) == 1
+    with pytest.raises(
+        ConfigError, match=r'data.source = "beside_config:none" cannot be imported \(.*beside the config'
+    ):
+        import_named("data.source", "beside_config:none")
+    with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
+        import_named("algorithm", "no_such_module:x")
+
+
+def test_the_resolved_file_is_complete_and_stable(read: Load, tmp_path: Path) -> None:
+    config = read(*STALE, "settings.when={day = 2024-01-01, steps = [1, 2.5]}", "evaluation.source=m:f")
+    groups = {
+        "policy": convert(config.groups["policy"], schema.TorchTrain, "groups.policy"),
+        "rollout": convert(config.groups["rollout"], schema.TorchRollout, "groups.rollout"),
+    }
+    text = resolved(config, groups)
+    elsewhere = tmp_path / "runs"
+    elsewhere.mkdir()
+    (elsewhere / "config.toml").write_text(text)
+    again = load(str(elsewhere / "config.toml"), [])
+    assert msgspec.structs.replace(again, groups=config.groups) == config
+    assert {name: convert(again.groups[name], type(group), name) for name, group in groups.items()} == groups
+    assert resolved(again, groups) == text
+    assert resolved(again, {}) == text
+    assert "lookahead = 2" in text
+    assert "[limits]" in text
+    assert "learning_rate = 1e-06" in text
+
+
+def test_a_group_without_a_converted_table_is_written_as_it_is(read: Load) -> None:
+    assert "[groups.rollout]\nmax_tokens = 8\n" in resolved(read(), {})
+
+
+def test_evaluation_rows_are_one_pass_in_order(read: Load) -> None:
+    config = read("evaluation.source=m:f", "data.prompt=question")
+    rows = config.evaluation.rows(config.data)
+    assert (rows.source, rows.options, rows.epochs, rows.shuffle, rows.prompt) == ("m:f", {}, 1, False, "question")
+
+
+def test_derived_facts(read: Load) -> None:
+    facts = derive(read(*STALE, "publish.every=2"))
+    assert (facts.samples_per_step, facts.live_window, facts.queue_capacity) == (32, 12, 12)
+    assert (facts.lookahead, facts.worst_lag, facts.publish_every) == (2, 4, 2)
+    assert (facts.max_filtered, facts.min_answers) == (80, 8)
+    text = "\n".join(facts.lines())
+    assert "32, 10 train steps" in text
+    assert "12 at most (queue capacity 12)" in text
+    assert "token lag" in text
+    assert "about 2 typically, 4 at worst" in text
+    assert "every 2 train steps" in text
+    assert "rollout lag" in "\n".join(derive(read(*STALE, "at_deadline=wait")).lines())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), "checkpoint.every = 50 with train_steps = 10: only the end is saved"),
+        ((*STALE, "lookahead=4"), "choose max_staleness >= 2 * lookahead = 8"),
+        ((*STALE, "publish.every=3"), "publish.every = 3 is lookahead + 1: legal, but almost nothing overlaps"),
+        ((*STALE, "lookahead=0"), "generation and training never overlap"),
+        (("max_staleness=2", "off_policy=none"), "tokens up to 2 versions old train uncorrected"),
+        (("answers_per_prompt=1",), "advantages within a prompt are all 0"),
+        (("limits.lease_timeout=0",), "a lost answer is noticed only when the run stalls"),
+    ],
+)
+def test_check_warns_of_what_is_legal_and_not_meant(read: Load, overrides: tuple[str, ...], words: str) -> None:
+    facts = derive(read(*overrides))
+    assert any(words in warning for warning in facts.warnings)
+    assert any(line.startswith("warning: ") and words in line for line in facts.lines())
+
+
+def test_a_sound_configuration_has_no_warning(read: Load) -> None:
+    assert derive(read(*STALE, "checkpoint.every=5")).warnings == ()
+
+
+def test_every_key_says_what_it_means() -> None:
+    from ast import AnnAssign, ClassDef, Constant, Expr, parse
+    from itertools import pairwise
+
+    for module in ("schema", "groups"):
+        tree = parse(Path(schema.__file__).with_name(f"{module}.py").read_text())
+        for table in [node for node in tree.body if isinstance(node, ClassDef)]:
+            for field, doc in pairwise([*table.body, None]):
+                if isinstance(field, AnnAssign):
+                    assert isinstance(doc, Expr), f"{table.name}: a key without a docstring"
+                    assert isinstance(doc.value, Constant)
+
+
+def test_config_loads_without_torch() -> None:
+    code = "import sys, asyncrlhf.config.load, asyncrlhf.config.derive; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
