@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
@@ -154,19 +154,16 @@ def _name(stage: Stage) -> str:
     return getattr(stage, "__qualname__", repr(stage))
 
 
-def cause_of(errors: BaseException) -> BaseException:
-    """The error that names the end best: a RunEnded or GroupError before others, the first of its kind."""
-    leaves: list[BaseException] = []
-
-    def collect(error: BaseException) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            for inner in error.exceptions:
-                collect(inner)
-        else:
-            leaves.append(error)
-
-    collect(errors)
-    named = [e for e in leaves if isinstance(e, AsyncRLHFError) and not isinstance(e, SampleError)]
+def cause_of(error: BaseException) -> BaseException:
+    """Of all the errors in a group the one that names the end best: asyncrlhf's own first, then the first of all."""
+    leaves = list(_leaves(error))
+    named = [leaf for leaf in leaves if isinstance(leaf, AsyncRLHFError) and not isinstance(leaf, SampleError)]
     return (named or leaves)[0]
 
 
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in cast("BaseExceptionGroup[BaseException]", error).exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,14 @@ class Models:
     """Tokens a sequence may have, from the model's configuration."""
 
     @classmethod
+    def require(cls, config: Config, wiring: Wiring) -> None:
+        """Raises ConfigError for a model directory that is not there; writes nothing."""
+        for name in wiring.of_role("policy", "critic", "rollout", "reference"):
+            model = getattr(wiring.tables[name], "model", None)
+            if model is not None:
+                _require_model(f"groups.{name}.model", model)
+
+    @classmethod
     def prepare(cls, config: Config, wiring: Wiring, run_dir: Path) -> Models:
         """Find every directory, write models that start from scratch, load the tokenizer. Raises ConfigError."""
         from asyncrlhf.backends.torch.guard import guard_torchvision
@@ -54,9 +62,7 @@ class Models:
         first = directories[wiring.of_role("policy", "critic")[0]]
         for name in wiring.of_role("rollout", "reference"):
             table: Any = wiring.tables[name]
-            model = table.model or directories.get(getattr(table, "follows", ""), first)
-            _require_model(f"groups.{name}.model", model)
-            directories[name] = model
+            directories[name] = table.model or directories.get(getattr(table, "follows", ""), first)
         tokenizer = AutoTokenizer.from_pretrained(first)
         shape = json.loads((Path(first) / "config.json").read_bytes())
         return cls(
@@ -81,13 +87,26 @@ class RuleScorer:
             stopped = sample.token_ids and sample.token_ids[-1] in self._stop
             tokens = sample.token_ids[:-1] if stopped else sample.token_ids
             texts.append(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        return tuple(
-            await self._runner.score(prompt.text, texts, prompt.ground_truth, prompt.columns, prompt.uid)
-        )
+        return tuple(await self._runner.score(prompt.text, texts, prompt.ground_truth, prompt.columns, prompt.uid))
+
+
+def reward_runners(wiring: Wiring) -> dict[str, RewardRunner]:
+    """The reward functions by group. Raises ConfigError for one that cannot be imported or called."""
+    return {
+        name: RewardRunner(table.function, table.timeout, table.concurrency, table.threads, f"groups.{name}")
+        for name, table in wiring.tables.items()
+        if isinstance(table, Rules)
+    }
 
 
 def build_groups(
-    config: Config, wiring: Wiring, models: Models, runtime: Runtime, gate: Gate, log: EventLog
+    config: Config,
+    wiring: Wiring,
+    models: Models,
+    rewards: Mapping[str, RewardRunner],
+    runtime: Runtime,
+    gate: Gate,
+    log: EventLog,
 ) -> dict[str, Group]:
     """The groups by field name, not yet started. Raises ConfigError."""
     rollouts = [wiring.tables[name] for name in wiring.of_role("rollout")]
@@ -119,8 +138,8 @@ def build_groups(
             )
             groups[name] = ReferenceGroup(name, log, runtime, spec)
         elif isinstance(table, Rules):
-            runner = RewardRunner(table.function, table.timeout, table.concurrency, table.threads)
-            groups[name] = RewardGroup(name, log, RuleScorer(runner, models.tokenizer, models.stop_token_ids))
+            scorer = RuleScorer(rewards[name], models.tokenizer, models.stop_token_ids)
+            groups[name] = RewardGroup(name, log, scorer)
     return groups
 
 
@@ -220,7 +239,6 @@ def _trainer_options(
 
 def _trained_directory(config: Config, name: str, table: Any, run_dir: Path) -> str:
     if table.scratch is None:
-        _require_model(f"groups.{name}.model", table.model)
         return table.model
     directory = run_dir / "initial" / name
     if not (directory / "config.json").exists():

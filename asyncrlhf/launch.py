@@ -13,12 +13,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm
-from asyncrlhf.build import Models, build_groups, starters
+from asyncrlhf.backends.rules import RewardRunner
+from asyncrlhf.build import Models, build_groups, reward_runners, starters
 from asyncrlhf.config.derive import derive
 from asyncrlhf.config.load import load, resolved
 from asyncrlhf.config.schema import Config, Data
@@ -34,7 +35,7 @@ from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.ledger import Ledger, LedgerRules
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
-from asyncrlhf.groups import Group, RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups import RewardGroup, RolloutGroup, TrainGroup
 from asyncrlhf.messages import Experience, Prompt, pack, unpack
 from asyncrlhf.observe import Checkpointed, GroupShape, Observer, RunEnded, RunStarted, Warned
 from asyncrlhf.runtimes.inproc import InprocRuntime
@@ -44,14 +45,16 @@ __all__ = ("check", "run")
 
 
 def check(config: Config) -> str:
-    """The resolved configuration and what follows from it, as text. Raises ConfigError. Loads no torch."""
+    """The resolved configuration and what follows from it, as text. Raises ConfigError, DataError. Loads no torch."""
     wiring = wire(config)
+    _open(config, wiring)
     return f"{resolved(config, wiring.tables)}\n" + "\n".join(derive(config).lines())
 
 
 def run(config: Config) -> int:
     """Run to the end. 0: completed; 1: failed; 128 + signal: stopped. Raises ConfigError before anything is written."""
     wiring = wire(config)
+    opened = _open(config, wiring)
     for path in config.after:
         code = _run_first(load(path))
         if code:
@@ -60,8 +63,27 @@ def run(config: Config) -> int:
     if (done := directory.completed()) is not None:
         print(done)
         return 0
+    Models.require(config, wiring)
     with directory.locked():
-        return _run(config, wiring, directory)
+        return _run(config, wiring, directory, opened)
+
+
+class Opened(NamedTuple):
+    """What a configuration names outside itself, found and checked."""
+
+    dataset: Dataset
+    held_out: Dataset | None
+    rewards: Mapping[str, RewardRunner]
+
+
+def _open(config: Config, wiring: Wiring) -> Opened:
+    """Open the data and import the reward functions. Raises ConfigError or DataError."""
+    evaluation = config.evaluation
+    return Opened(
+        open_dataset(config.data, config.seed),
+        open_dataset(evaluation.rows(config.data), config.seed, "evaluation") if evaluation.every else None,
+        reward_runners(wiring),
+    )
 
 
 def _run_first(config: Config) -> int:
@@ -93,20 +115,18 @@ def _directory(config: Config, wiring: Wiring) -> RunDirectory:
     return RunDirectory(config, resolved(config, wiring.tables), fixed)
 
 
-def _run(config: Config, wiring: Wiring, directory: RunDirectory) -> int:
+def _run(config: Config, wiring: Wiring, directory: RunDirectory, opened: Opened) -> int:
     threads = max((getattr(table, "threads", 1) for table in wiring.tables.values()), default=1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when torch is imported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     resumed = directory.resume_from()
-    dataset = open_dataset(config.data, config.seed)
-    held_out = open_dataset(config.evaluation.rows(config.data), config.seed) if config.evaluation.every else None
     models = Models.prepare(config, wiring, directory.path)
     runner: Callable[[Any], int] = asyncio.run
     with contextlib.suppress(ImportError):
         import uvloop
 
         runner = uvloop.run
-    session = Session(config, wiring, directory, models, dataset, held_out)
+    session = Session(config, wiring, directory, models, opened)
     return runner(session.run(resumed))
 
 
@@ -119,11 +139,10 @@ class Session:
         wiring: Wiring,
         directory: RunDirectory,
         models: Models,
-        dataset: Dataset,
-        held_out: Dataset | None,
+        opened: Opened,
     ) -> None:
         self.config, self.wiring, self.directory, self.models = config, wiring, directory, models
-        self.dataset, self.held_out = dataset, held_out
+        self.dataset, self.held_out, self.rewards = opened
         self.stopped_by: signal.Signals | None = None
         self.saved: Path | None = None
 
@@ -182,7 +201,7 @@ class Session:
             wait_timeout=config.limits.wait_timeout,
         )
         self.gate.payloads.update({e.prompt.uid: e for e in payloads if e.prompt.uid in ledger.live})
-        self.groups = build_groups(config, wiring, self.models, self.runtime, self.gate, log)
+        self.groups = build_groups(config, wiring, self.models, self.rewards, self.runtime, self.gate, log)
         shapes = {name: GroupShape(role, self._ranks(name)) for name, role in wiring.roles.items()}
         log.emit(
             RunStarted(
@@ -270,7 +289,9 @@ class Session:
             except SampleError as error:
                 self.observer.emit(Warned(message=f"evaluation: {error}"))
                 continue
-            prompts.append(Prompt(**{name: getattr(prompt, name) for name in prompt.__struct_fields__} | {"uid": -1 - uid}))
+            prompts.append(
+                Prompt(**{name: getattr(prompt, name) for name in prompt.__struct_fields__} | {"uid": -1 - uid})
+            )
         rollout = next(g for g in self.groups.values() if isinstance(g, RolloutGroup))
         reward = next(g for g in self.groups.values() if isinstance(g, RewardGroup))
         return Evaluator(
@@ -289,9 +310,7 @@ class Session:
         fields: dict[str, Any] = {
             **wiring.settings,
             **self.groups,
-            **{
-                name: StageQueue(capacity, kind, gate, name=name) for name, kind in wiring.stage_queues.items()
-            },
+            **{name: StageQueue(capacity, kind, gate, name=name) for name, kind in wiring.stage_queues.items()},
             wiring.prompts: PromptSource(gate),
             wiring.coordinator: self.coordinator,
             wiring.experience: ExperienceQueue(wiring.experience_type, gate, self.observer.emit),
@@ -349,7 +368,7 @@ class Session:
         self.observer.emit(Checkpointed(train_step=version, path=str(path), seconds=time.perf_counter() - started))
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _signals(self) -> Generator[None]:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None

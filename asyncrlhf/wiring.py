@@ -15,6 +15,7 @@ import msgspec
 from asyncrlhf.algorithm import Algorithm
 from asyncrlhf.config.convert import convert
 from asyncrlhf.config.groups import ROLES
+from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.errors import ConfigError
@@ -22,7 +23,7 @@ from asyncrlhf.flow.batching import experience_columns
 from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
 from asyncrlhf.groups import CriticGroup, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup
-from asyncrlhf.messages import Experience, import_object
+from asyncrlhf.messages import Experience
 
 __all__ = ("Wiring", "wire")
 
@@ -121,13 +122,7 @@ def wire(config: Config) -> Wiring:
 
 
 def _algorithm(config: Config) -> type[Algorithm]:
-    try:
-        kind = import_object(config.algorithm)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f'algorithm = "{config.algorithm}" cannot be imported: {error}; modules are looked for in the current '
-            "directory, beside the configuration, and among installed packages"
-        ) from None
+    kind = import_named("algorithm", config.algorithm)
     if not (isinstance(kind, type) and issubclass(kind, Algorithm) and dataclasses.is_dataclass(kind)):
         raise ConfigError(
             f'algorithm = "{config.algorithm}" is not a dataclass that subclasses asyncrlhf.Algorithm; '

@@ -28,7 +28,7 @@ class Engine(ABC):
     """What every engine has."""
 
     @classmethod
-    def use_threads(cls, count: int) -> None:  # noqa: B027
+    def use_threads(cls, count: int) -> None:
         """Compute with `count` threads. Called first, where the engine will live; nothing to do unless overridden."""
 
     def close(self) -> None:

@@ -148,11 +148,10 @@ def _parameters(key: str, function: Any) -> tuple[frozenset[str], frozenset[str]
     except (TypeError, ValueError) as problem:
         raise ConfigError(f"{key} cannot be called with 3 arguments ({problem}); {fix}") from None
     names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    for place, name in enumerate(GIVEN):
-        if name in names and names.index(name) != place:
-            raise ConfigError(
-                f"{key} takes {name} as argument {names.index(name) + 1}, but is given it as argument {place + 1}; {fix}"
-            )
+    for place, name in enumerate(GIVEN, 1):
+        taken_at = names.index(name) + 1 if name in names else place
+        if taken_at != place:
+            raise ConfigError(f"{key} takes {name} as argument {taken_at}, but is given it as argument {place}; {fix}")
     taken = frozenset(GIVEN) | frozenset(names[:3])
     parameters = signature.parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -105,7 +105,8 @@ class Checkpoints:
         """Read one back. Raises CheckpointError when it is missing, torn, or of another format."""
         try:
             manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
-            payloads = msgspec.msgpack.decode((path / "payloads.msgpack").read_bytes(), type=list[experience])
+            raw = msgspec.msgpack.decode((path / "payloads.msgpack").read_bytes(), type=list[msgspec.Raw])
+            payloads = [msgspec.msgpack.decode(item, type=experience) for item in raw]
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is not a complete checkpoint: {error.filename} is missing") from error
         except msgspec.DecodeError as error:

@@ -183,7 +183,9 @@ class Coordinator:
         except PublishRefused:
             raise
         except TimeoutError:
-            self._fence(follower, replica, incarnation, f"no answer to {phase} within publish.timeout = {self._timeout} s")
+            self._fence(
+                follower, replica, incarnation, f"no answer to {phase} within publish.timeout = {self._timeout} s"
+            )
         except GroupError as error:
             self._fence(follower, replica, incarnation, str(error))
 
@@ -202,9 +204,7 @@ class Coordinator:
 
     # ---- fencing -------------------------------------------------------------------------------------------------
     def _failed(self, follower: RolloutGroup) -> Callable[[Replica, str], None]:
-        return lambda replica, reason: self._fence(
-            follower, replica, self._members.incarnation[replica.key], reason
-        )
+        return lambda replica, reason: self._fence(follower, replica, self._members.incarnation[replica.key], reason)
 
     def _fence(self, follower: RolloutGroup, replica: Replica, incarnation: int, reason: str) -> None:
         if incarnation != self._members.incarnation[replica.key]:

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class RunDirectory:
         return self.path / "final"
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Generator[None]:
         """Hold the directory. Raises ConfigError if another process does, or if it cannot be made."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)

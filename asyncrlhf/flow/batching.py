@@ -11,6 +11,7 @@ from statistics import fmean, pstdev
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrlhf.flow.gate import Popped
 from asyncrlhf.messages import Array, ArrayColumn, Experience, PerSample, PerToken, Sample, TrainBatch
@@ -124,7 +125,7 @@ def popped_event(popped: Popped, batch: TrainBatch, max_staleness: int) -> Poppe
     )
 
 
-def _written_by_model(sample: Sample) -> Array:
+def _written_by_model(sample: Sample) -> NDArray[np.bool_]:
     """bool [T]: tokens that may be trained on."""
     return np.array([s.source != "environment" for s in sample.segments for _ in range(s.token_count)], bool)
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, GroupError
 from asyncrlhf.groups.group import Group, Request, answer, refuse
@@ -143,8 +145,17 @@ class TrainGroup(Group):
             self._stepped = id(batch)
             return batch
         if self._proximal is None or self._proximal[0] != id(batch.whole):
-            self._proximal = id(batch.whole), await self.logprobs(batch.whole)
+            self._proximal = id(batch.whole), await self._proximal_of(batch.whole)
         return batch.with_columns(proximal_logprobs=self._proximal[1].take(batch.rows))
+
+    async def _proximal_of(self, whole: TrainBatch) -> ArrayColumn:
+        """Log-probs of the rows that have an unmasked token; zeros for the others, which no loss reads."""
+        used = [row for row, count in enumerate(whole.unmasked) if count]
+        rows: list[Array] = [np.zeros(length, np.float32) for length in whole.response_lengths]
+        if used:
+            for row, logprobs in zip(used, (await self.logprobs(whole.take(used))).rows, strict=True):
+                rows[row] = logprobs
+        return ArrayColumn("token", tuple(rows))
 
     def _on_events(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
@@ -158,4 +169,3 @@ class PolicyGroup(TrainGroup):
 
 class CriticGroup(TrainGroup):
     """A value model: `apply(GAE(...), batch)` fills advantages, `step` fits returns."""
-

@@ -41,7 +41,7 @@ class Prompt(Message, frozen=True, kw_only=True):
     ground_truth: Any = None
     target_token_ids: tuple[int, ...] = ()
     """The data set's own answer with the end token, where `data.response` names one; empty otherwise."""
-    columns: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    columns: Mapping[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """The other columns of the data row, passed to the reward function by name."""
 
 

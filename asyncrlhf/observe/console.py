@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from asyncrlhf.observe.events import (
     Event,
@@ -18,10 +18,12 @@ from asyncrlhf.observe.events import (
     Warned,
 )
 from asyncrlhf.observe.metrics import Row
-from asyncrlhf.observe.panel import Panel
 from asyncrlhf.observe.report import report_lines
 from asyncrlhf.observe.stretch import Stretch, progress_line
 from asyncrlhf.observe.summary import Summary
+
+if TYPE_CHECKING:
+    from asyncrlhf.observe.panel import Panel
 
 __all__ = ("Console", "ConsoleMode")
 
@@ -45,7 +47,7 @@ class Console:
         self._summary, self._directory = summary, directory
         self._silent = mode == "off"
         self._stream = sys.stdout if stream is None else stream
-        self._panel = Panel(self._stream) if mode == "auto" and Panel.fits(self._stream) else None
+        self._panel = _panel(self._stream) if mode == "auto" and self._stream.isatty() else None
         self._started: RunStarted | None = None
         self._stretch = Stretch()
         self._printed_at = -LINE_SECONDS
@@ -126,3 +128,10 @@ class Console:
             return
         encoding = self._stream.encoding or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+
+
+def _panel(stream: TextIO) -> Panel | None:
+    """rich is imported only where there is a terminal to draw on."""
+    from asyncrlhf.observe.panel import Panel
+
+    return Panel(stream) if Panel.fits(stream) else None

@@ -38,7 +38,7 @@ class MicroBatch:
     __slots__ = ("_columns", "_sequence_of_token", "lengths")
 
     def __init__(self, lengths: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """`lengths`: int64 [R], response tokens of each row. `columns`: [T] (per token) or [R] under "sample:" names."""
+        """`lengths`: int64 [R]. `columns`: [T] per token, or [R] per row under a name that starts with "sample:"."""
         import torch
 
         self.lengths = lengths

@@ -18,7 +18,7 @@ __all__ = ("Loss", "Reduction", "Transform", "clipped_gain", "k3")
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
 """How per-token values become one number, over all rows of an optimizer step:
 "token_mean"     sum over unmasked tokens / number of unmasked tokens (DAPO, arXiv 2503.14476 eq. 8)
-"sequence_mean"  mean over rows with an unmasked token of the mean over its unmasked tokens (GRPO, arXiv 2402.03300 eq. 3)
+"sequence_mean"  mean over rows (with an unmasked token) of the mean over their unmasked tokens (GRPO, arXiv 2402.03300)
 "constant"       sum over unmasked tokens / (rows * max_tokens) (Dr. GRPO, arXiv 2503.20783)
 """
 

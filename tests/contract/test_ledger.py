@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.flow.ledger import Ledger, LedgerRules
+from asyncrlhf.flow.ledger import Lease, Ledger, LedgerRules
 from tests.contract.small import finish, launched, refill, rules, run_to_end, train, uids
 
 # ---- admission
@@ -105,7 +105,7 @@ def test_A10_a_full_queue_makes_the_producer_wait_and_every_rollout_is_somewhere
 
 
 def test_the_byte_limit_is_soft_and_spares_the_first_batch() -> None:
-    ledger = launched(2, 3, 3, byte_limit=150)
+    ledger = launched(2, 3, 3, byte_limit=200)
     leases = [ledger.grant() for _ in range(3)]
     for lease in leases[:2]:
         assert lease is not None
@@ -189,7 +189,7 @@ def test_a_rollout_whose_newest_token_has_lag_K_takes_its_place_and_one_of_K_plu
     finish(ledger, refill(ledger)[0])
     ledger.pop()
     assert slow.state == state
-    assert (slow.uid in ledger.again) is (state != "training")
+    assert ledger.again == ({} if state == "training" else {slow.uid: (2, 2)})
     assert [lease.uid for lease in ledger.take_lost()] == ([] if state == "training" else [slow.uid])
 
 
@@ -273,6 +273,40 @@ def test_ready_order_takes_the_earliest_deadline_then_the_earliest_admission() -
     for lease in reversed(leases):
         finish(ledger, lease)
     assert uids(ledger.pop()) == [0, 1]
+
+
+def late_starter(**others: Any) -> tuple[Ledger, Lease, Lease]:
+    """B = 1, before step 2: lease 2, granted at P = 0, began at version 2; lease 3, granted at P = 1, began at once."""
+    ledger = launched(1, 4, 2, **others)
+    first, second, late = refill(ledger)
+    finish(ledger, first)
+    train(ledger)
+    (early,) = refill(ledger)
+    ledger.report(early.uid, 1, 0, 1, 5)
+    finish(ledger, second)
+    train(ledger)
+    ledger.report(late.uid, 1, 0, 2, 5)
+    return ledger, early, late
+
+
+def test_the_earliest_deadline_goes_first_even_if_admitted_later() -> None:
+    ledger, early, late = late_starter()
+    for lease in (late, early):
+        ledger.ready(lease.uid, 1, byte_count=1)
+    assert ledger.pop() is not None
+    assert (early.state, late.state) == ("training", "ready")
+
+
+def test_the_earliest_deadline_is_cancelled_first_even_if_admitted_later() -> None:
+    ledger, early, late = late_starter(at_deadline="drop")
+    for _ in range(4):
+        finish(ledger, refill(ledger)[-1])
+        if ledger.pop() is None:
+            break
+        ledger.applied()
+        ledger.publish(ledger.version)
+    assert [lease.uid for lease in ledger.take_lost()][:1] == [early.uid]
+    assert late.state == "running"
 
 
 # ---- rules

@@ -122,6 +122,14 @@ def test_L13_a_checkpoint_at_an_epoch_boundary_resumes_with_the_next_epoch() -> 
     assert again.reason == "completed"
 
 
+def test_prompts_to_be_leased_again_come_oldest_first_after_a_resume() -> None:
+    ledger = launched(3, 1, 1)
+    refill(ledger)
+    for uid in (5, 0, 3):
+        ledger.drop(uid, 1, "timeout", counts=True)
+    assert [lease.uid for lease in refill(resumed(ledger))] == [0, 1, 2, 3, 4, 5]
+
+
 def test_R1_the_prompts_trained_are_the_same_with_and_without_a_restart() -> None:
     whole, first = launched(2, 2, 1, 11), launched(2, 2, 1, 11)
     begun = run_to_end(first, steps=2)

@@ -21,6 +21,8 @@ def test_P_rises_when_the_last_serving_engine_has_committed() -> None:
     assert (members.published, members.target) == (3, 4)
     assert members.commit("a", 0)
     assert members.published == 4
+    members.prepare(5)
+    assert not members.prepared
 
 
 def test_L7_an_engine_fenced_within_a_publish_does_not_hold_it_up() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,30 +144,52 @@ def require_full_attention(config: Any) -> None:
 
 
 def _load(directory: Path, dtype: torch.dtype, head: str, attention: str) -> Any:
-    transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         require_full_attention(config)
-        common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
-        if head == "lm":
-            module = AutoModelForCausalLM.from_pretrained(directory, **common)
-        else:
-            module, report = AutoModelForTokenClassification.from_pretrained(
-                directory, num_labels=1, output_loading_info=True, **common
-            )
-            _start_at_zero(module.score, report["missing_keys"])
-    except (ValueError, ImportError) as error:
-        raise (
-            error if isinstance(error, ConfigError) else ConfigError(f"model = {str(directory)!r}: {error}")
-        ) from error
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
+        kind: Any = AutoModelForCausalLM
+        if head == "value":
+            kind, options["num_labels"] = AutoModelForTokenClassification, 1
+        with _quiet():
+            module, report = kind.from_pretrained(directory, output_loading_info=True, **options)
+    except ConfigError:
+        raise
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(f"model = {str(directory)!r}: {error}") from error
+    missing = set(report["missing_keys"])
+    if head == "value":
+        missing -= _start_at_zero(module.score, missing)
+    if missing:
+        raise ConfigError(
+            f"model = {str(directory)!r} lacks {len(missing)} weights of {type(module).__name__}, among them "
+            f"{min(missing)!r}; give the directory of a complete model"
+        )
+    with torch.no_grad():  # out of the file's mapping: the same alignment, hence the same bits, in every process
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = tensor.data.clone()
     return module
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without progress bars and without its report of missing weights, which `_load` reads itself."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
 @torch.no_grad()
-def _start_at_zero(head: nn.Module, missing: set[str]) -> None:
-    for name, parameter in head.named_parameters():
-        if f"score.{name}" in missing:
-            parameter.zero_()
+def _start_at_zero(head: nn.Module, missing: set[str]) -> set[str]:
+    """Zero the parameters of a new value head; gives their names."""
+    new = {f"score.{name}": parameter for name, parameter in head.named_parameters() if f"score.{name}" in missing}
+    for parameter in new.values():
+        parameter.zero_()
+    return set(new)
 
 
 def _disable_dropout(module: nn.Module) -> None:
