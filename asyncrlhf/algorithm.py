@@ -77,7 +77,8 @@ async def run_algorithm(
     """Run until `train` returns, then end the workers and services.
 
     `services` (group actors, coordinator) run beside it; `start` commits the first weights before any lease is
-    granted; `finish` awaits what is still under way when training is over; `close` ends the services. Raises what ended the run: a RunEnded, a GroupError, or the error of `train`.
+    granted; `finish` awaits what is still under way when training is over; `close` ends the services. Raises what
+    ended the run: a RunEnded, a GroupError, or the error of `train`.
     """
     try:
         async with asyncio.TaskGroup() as tasks:

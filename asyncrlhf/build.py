@@ -1,4 +1,4 @@
-"""From validated tables to engines and groups: models, tokenizer, engine specifications. Part of the composition root."""
+"""From validated tables to engines and groups: models, tokenizer, engine specifications."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RuleScorer:
 def reward_runners(wiring: Wiring) -> dict[str, RewardRunner]:
     """The reward functions by group. Raises ConfigError for one that cannot be imported or called."""
     return {
-        name: RewardRunner(table.function, table.timeout, table.concurrency, table.threads, f"groups.{name}")
+        name: RewardRunner(table.function, table.timeout, table.concurrency, table.threads, where=f"groups.{name}")
         for name, table in wiring.tables.items()
         if isinstance(table, Rules)
     }

@@ -24,7 +24,7 @@ from asyncrlhf.messages import (
 __all__ = ("Engine", "GenerateEngine", "ScoreEngine", "TrainEngine")
 
 
-class Engine(ABC):
+class Engine:
     """What every engine has."""
 
     @classmethod
@@ -33,9 +33,10 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Free what the engine holds. Called once, last."""
+        return
 
 
-class ScoreEngine(Engine):
+class ScoreEngine(Engine, ABC):
     """A frozen model that reads answers."""
 
     @abstractmethod
@@ -76,7 +77,7 @@ class TrainEngine(ScoreEngine):
         """Restore what `save_state` wrote; the next step is then exactly the step that would have followed."""
 
 
-class GenerateEngine(Engine):
+class GenerateEngine(Engine, ABC):
     """A sampler with continuous batching. `add` and `abort` take effect between two `step` calls (token boundaries)."""
 
     version: int

@@ -118,8 +118,8 @@ class RunDirectory:
         for key, value in self.fixed.items():
             if key in manifest.fixed and manifest.fixed[key] != value:
                 raise CheckpointError(
-                    f"{key} was {manifest.fixed[key]!r} when {self.path} was made and is {value!r} now; a resume cannot "
-                    "change it: set it back or use another run_dir"
+                    f"{key} was {manifest.fixed[key]!r} when {self.path} was made and is {value!r} now; a resume "
+                    "cannot change it: set it back or use another run_dir"
                 )
 
     def write_config(self) -> None:

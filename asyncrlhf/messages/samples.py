@@ -1,4 +1,4 @@
-"""What flows from stage to stage: Prompt -> Rollout -> Experience. Each arrow adds what the stage before could not know.
+"""What flows from stage to stage: Prompt -> Rollout -> Experience. Each arrow adds what was not known before it.
 
 All are frozen: a stage that knows more makes a new message. Token ids and log-probs are tuples, one entry per token.
 """

@@ -1,4 +1,4 @@
-"""Tensor mathematics: what losses, advantages and off-policy corrections are built from. Importing it loads no torch."""
+"""Tensor mathematics: losses, advantages and off-policy corrections are built from these. Loads no torch by itself."""
 
 from asyncrlhf.ops.batch import MicroBatch as MicroBatch
 from asyncrlhf.ops.batch import TokenStats as TokenStats

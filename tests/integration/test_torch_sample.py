@@ -1,4 +1,4 @@
-"""The torch sampler: every log-prob is that of a plain forward, whatever runs beside a request and between its tokens."""
+"""The torch sampler: each log-prob is that of a plain forward, whatever runs beside a request or between its tokens."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def check(modules: list[Any], request: GenerateRequest, sample: Sample) -> None:
     """Tokens, stop, and each log-prob under the weights of the version that its segment names."""
     versions = torch.tensor(sample.versions())
     for version in set(sample.versions()):
-        expected = reference_logprobs(
-            modules[version], request.prompt_token_ids, sample.token_ids, request.temperature
-        )
+        expected = reference_logprobs(modules[version], request.prompt_token_ids, sample.token_ids, request.temperature)
         gap = (expected - torch.tensor(sample.logprobs)).abs()[versions == version]
         assert gap.max() < 1e-5, (request, sample, version)
     stopped = sample.token_ids[-1] in request.stop_token_ids
@@ -151,9 +149,7 @@ def test_seeds_decide_answers(models: list[str]) -> None:
 def test_many_ragged_requests_through_few_slots(models: list[str], modules: list[Any]) -> None:
     log = Log(sampler(models[0], slots=7))
     random = np.random.default_rng(4)
-    requests = [
-        msgspec.structs.replace(r, max_tokens=int(random.integers(1, 25))) for r in make_requests(150, seed=5)
-    ]
+    requests = [msgspec.structs.replace(r, max_tokens=int(random.integers(1, 25))) for r in make_requests(150, seed=5)]
     waiting = list(requests)
     while waiting or log.engine.has_work:  # arrivals between steps
         arriving = int(random.integers(0, 12))
@@ -166,7 +162,7 @@ def test_many_ragged_requests_through_few_slots(models: list[str], modules: list
         check(modules, request, log.samples[request.request_id])
 
 
-def test_n8_a_swap_in_flight_changes_the_following_tokens_only(
+def test_a_swap_in_flight_changes_the_following_tokens_only(
     models: list[str], modules: list[Any], trainers: list[TorchTrainer]
 ) -> None:
     requests = make_requests(20, max_tokens=12)
@@ -341,7 +337,7 @@ def test_weights_of_another_architecture_are_refused(models: list[str], tmp_path
     engine = sampler(models[0])
     for name, changes in {"layers": {"num_hidden_layers": 1}, "size": {"intermediate_size": 40}}.items():
         other = TorchTrainer(TrainerOptions(model=make_model(tmp_path / name, **changes), device="cpu"))
-        with pytest.raises(PublishRefused, match="lacks 12 parameters|of shape"):
+        with pytest.raises(PublishRefused, match=r"lacks 12 parameters|of shape"):
             engine.prepare(other.export(1))
 
 

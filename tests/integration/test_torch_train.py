@@ -87,6 +87,9 @@ SPLITS: dict[str, dict[str, Any]] = {
     "tokens-40": {"micro_batch_tokens": 40},
     "packed": {"layout": "packed"},
     "packed-30": {"layout": "packed", "micro_batch_tokens": 30},
+    "shared": {"layout": "shared"},
+    "shared-40": {"layout": "shared", "micro_batch_tokens": 40},
+    "shared-rows-2": {"layout": "shared", "micro_batch_rows": 2},
     "checkpointed": {"gradient_checkpointing": True},
 }
 
@@ -151,7 +154,7 @@ def test_n5_on_policy_ratio_is_one_whatever_the_micro_batches(model: str) -> Non
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 def test_n5_trainer_scorer_and_a_plain_forward_agree(model: str, layout: str, temperature: float) -> None:
     batch = make_batch()
     options: dict[str, Any] = {"temperature": temperature, "layout": layout, "micro_batch_tokens": 50}
@@ -245,9 +248,7 @@ def test_masked_rows_are_skipped_unless_a_loss_needs_them(model: str, monkeypatc
     engine = trainer(model)
     seen: list[int] = []
     original = engine._model.token_stats
-    monkeypatch.setattr(
-        engine._model, "token_stats", lambda **k: (seen.append(len(k["targets"])), original(**k))[1]
-    )
+    monkeypatch.setattr(engine._model, "token_stats", lambda **k: (seen.append(len(k["targets"])), original(**k))[1])
     batch = make_batch()
     lengths = batch.response_lengths
     engine.step(batch, pack(PolicyLoss()))
@@ -264,10 +265,13 @@ def test_the_correction_uses_the_current_policy_unless_the_batch_brings_one(mode
     batch = make_batch(masked=0.0)
     current = trainer(model).logprobs(batch)
     brought = batch.with_columns(proximal_logprobs=ArrayColumn("token", tuple(current)))
-    assert distance(
-        gradients(trainer(model, off_policy=off_policy), batch, PolicyLoss()),
-        gradients(trainer(model, off_policy=off_policy), brought, PolicyLoss()),
-    ) < 1e-4  # a ratio that sits on the clip may fall either side of it by rounding
+    assert (
+        distance(
+            gradients(trainer(model, off_policy=off_policy), batch, PolicyLoss()),
+            gradients(trainer(model, off_policy=off_policy), brought, PolicyLoss()),
+        )
+        < 1e-4
+    )  # a ratio that sits on the clip may fall either side of it by rounding
 
 
 def test_columns_of_the_batch_win_over_the_engine_s_correction(model: str) -> None:
@@ -452,7 +456,9 @@ def test_a_saved_critic_keeps_its_head(model: str, tmp_path: Path) -> None:
     again = trainer(str(tmp_path), head="value")
     assert distance(weights(again), weights(critic)) == 0
     transform = pack(GAE(whiten=False))
-    np.testing.assert_array_equal(again.apply(transform, batch)["values"][0], critic.apply(transform, batch)["values"][0])
+    np.testing.assert_array_equal(
+        again.apply(transform, batch)["values"][0], critic.apply(transform, batch)["values"][0]
+    )
 
 
 def test_apply_keeps_rows_apart_and_in_order(model: str) -> None:
@@ -471,7 +477,7 @@ def test_other_architectures_train_and_score(tmp_path: Path, model_type: str) ->
     directory = make_model(tmp_path, model_type=model_type) if model_type != "gpt_neox" else _gpt_neox(tmp_path)
     batch = make_batch(rows=5)
     module = AutoModelForCausalLM.from_pretrained(directory)
-    for layout in ("padded", "packed"):
+    for layout in ("padded", "packed", "shared"):
         found = trainer(directory, layout=layout).logprobs(batch)
         for i, (start, ids) in enumerate(zip(batch.prompt_lengths, batch.columns["token_ids"].fetch(), strict=True)):
             expected = reference_logprobs(module, ids[:start].tolist(), ids[start:].tolist())
@@ -489,9 +495,7 @@ def _gpt_neox(directory: Path) -> str:
 def test_bfloat16_trains_float32_weights(model: str) -> None:
     engine = trainer(model, dtype="bfloat16")
     batch = make_batch()
-    gap = max(
-        np.abs(a - b).max() for a, b in zip(engine.logprobs(batch), trainer(model).logprobs(batch), strict=True)
-    )
+    gap = max(np.abs(a - b).max() for a, b in zip(engine.logprobs(batch), trainer(model).logprobs(batch), strict=True))
     assert 0 < gap < 0.3
     assert engine.step(batch, pack(PolicyLoss())).applied
     assert {w.dtype for w in weights(engine).values()} == {torch.float32}
@@ -503,7 +507,10 @@ def test_what_cannot_work_is_refused_by_name(model: str, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="sees 0 GPUs"):
         TorchScorer(ScorerOptions(model=model, device="cuda:3"))
     sliding = make_model(
-        tmp_path / "sliding", use_sliding_window=True, sliding_window=4, layer_types=["full_attention", "sliding_attention"]
+        tmp_path / "sliding",
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=["full_attention", "sliding_attention"],
     )
     with pytest.raises(ConfigError, match="layers of type sliding_attention"):
         trainer(sliding)

@@ -100,7 +100,9 @@ def make_model(directory: Path, *, model_type: str = "qwen2", seed: int = 0, **c
     return str(directory)
 
 
-def make_batch(rows: int = 11, *, seed: int = 0, train_step: int = 3, masked: float = 0.2, shared: int = 3) -> TrainBatch:
+def make_batch(
+    rows: int = 11, *, seed: int = 0, train_step: int = 3, masked: float = 0.2, shared: int = 3
+) -> TrainBatch:
     """Ragged rows, `shared` of them in a row behind one prompt, some tokens masked, one row wholly."""
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 12, rows)

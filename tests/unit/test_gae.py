@@ -51,9 +51,7 @@ def make(lengths: list[int], seed: int = 0, **more: torch.Tensor) -> tuple[Token
 def test_gae_equals_a_slow_float64_reference(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     rewards, values = random.normal(size=sum(lengths)), random.normal(size=sum(lengths))
-    found = gae(
-        torch.tensor(rewards), torch.tensor(values), torch.tensor(lengths, dtype=torch.int64), gamma, lam
-    )
+    found = gae(torch.tensor(rewards), torch.tensor(values), torch.tensor(lengths, dtype=torch.int64), gamma, lam)
     np.testing.assert_allclose(found.numpy(), slow_gae(rewards, values, lengths, gamma, lam), rtol=1e-10, atol=1e-12)
 
 

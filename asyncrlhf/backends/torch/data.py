@@ -11,42 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrlhf.backends.torch.layout import Cut, Integers, Part, ranges, starts_of
 from asyncrlhf.messages import Array, TrainBatch
 from asyncrlhf.ops import MicroBatch
 
-__all__ = ("Cut", "Forward", "Rows", "ranges", "split_by_row")
-
-Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """How rows become micro-batches."""
-
-    tokens: int
-    """Most tokens of a micro-batch, padding included."""
-    rows: int = 0
-    """Rows of a micro-batch instead, if above 0."""
-    packed: bool = False
-    """Rows end to end in one row, instead of side by side."""
-    flash: bool = False
-    """Tell rows of a packed batch apart by cumulative lengths instead of a mask."""
-
-    def plan(self, lengths: Integers, rows: Integers) -> list[Integers]:
-        """`rows` sorted by length and cut; every part holds a row, and each row is in one part."""
-        order = rows[np.argsort(lengths[rows], kind="stable")]
-        if self.rows:
-            return [order[i : i + self.rows] for i in range(0, len(order), self.rows)]
-        parts: list[Integers] = []
-        start = total = 0
-        for i, length in enumerate(lengths[order].tolist()):
-            total = total + length if self.packed else length * (i - start + 1)
-            if i > start and total > self.tokens:
-                parts.append(order[start:i])
-                start, total = i, length
-        if start < len(order):
-            parts.append(order[start:])
-        return parts
+__all__ = ("Forward", "Rows", "split_by_row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +39,8 @@ class Rows:
         self.lengths = np.asarray(batch.response_lengths, dtype=np.int64)
         if len(self.lengths) and self.prompt_lengths.min() < 1:
             raise ValueError(f"row {int(self.prompt_lengths.argmin())} has no prompt token to predict its answer from")
-        self._token_starts = _starts(self.lengths)
-        self._sequence_starts = _starts(self.prompt_lengths + self.lengths)
+        self._token_starts = starts_of(self.lengths)
+        self._sequence_starts = starts_of(self.prompt_lengths + self.lengths)
         self._ids = self._flat("token_ids", np.int64, self.prompt_lengths + self.lengths)
         mask = self._flat("mask", np.float32, self.lengths)
         self.mask: NDArray[np.float32] = mask
@@ -92,12 +61,16 @@ class Rows:
                 found[f"sample:{name}"] = self._to_device(_finite_where(values, self.unmasked == 0))
         return found
 
-    def forwards(self, cut: Cut, rows: Integers | None = None) -> Iterator[Forward]:
-        """One Forward per micro-batch of `rows` (all of them by default) that have a response token."""
+    def forwards(self, cut: Cut, rows: Integers | None = None, *, flash: bool = False) -> Iterator[Forward]:
+        """One Forward per micro-batch of `rows` (all of them by default) that have a response token.
+
+        `flash`: rows of a packed bin are told apart by their cumulative lengths instead of a mask.
+        """
         chosen = np.arange(len(self.lengths)) if rows is None else rows
         chosen = chosen[self.lengths[chosen] > 0]
-        for part in cut.plan(self.prompt_lengths + self.lengths - 1, chosen):
-            yield self._forward(cut, part)
+        keys = self._prompt_keys() if cut.layout == "shared" else ()
+        for part in cut.plan(self.prompt_lengths, self.lengths, chosen, keys):
+            yield self._forward(part, flash)
 
     def pick(self, columns: dict[str, Tensor], forward: Forward) -> dict[str, Tensor]:
         """The columns of the tokens and rows of one forward, to make a MicroBatch of."""
@@ -112,30 +85,48 @@ class Rows:
         lengths = self.lengths if forward is None else self.lengths[forward.rows]
         return MicroBatch(self._to_device(lengths), columns)
 
-    def _forward(self, cut: Cut, rows: Integers) -> Forward:
+    def _prompt_keys(self) -> list[bytes]:
+        ends = self._sequence_starts + self.prompt_lengths
+        places = zip(self._sequence_starts.tolist(), ends.tolist(), strict=True)
+        return [self._ids[start:end].tobytes() for start, end in places]
+
+    def _forward(self, part: Part, flash: bool) -> Forward:
+        rows = part.rows
         prompts, lengths = self.prompt_lengths[rows], self.lengths[rows]
-        inputs = prompts + lengths - 1
-        source = ranges(self._sequence_starts[rows], inputs)
-        arguments: dict[str, Any] = {}
-        if cut.packed:
-            starts = _starts(inputs)
-            ids = self._ids[source][None]
-            arguments["position_ids"] = self._to_device(ranges(np.zeros_like(inputs), inputs)[None])
-            arguments |= self._flash_arguments(inputs) if cut.flash else {"attention_mask": self._block_mask(inputs)}
-        else:
-            width = int(inputs.max())
-            starts = np.arange(len(rows)) * width
-            ids = np.zeros((len(rows), width), dtype=np.int64)
-            ids[np.arange(width) < inputs[:, None]] = self._ids[source]
-        arguments["input_ids"] = self._to_device(ids)
-        arguments["hidden_index"] = self._to_device(ranges(starts + prompts - 1, lengths))
-        arguments["targets"] = self._to_device(self._ids[ranges(self._sequence_starts[rows] + prompts, lengths)])
+        own_prompts = np.where(part.brings_prompt, prompts, 0)
+        own = own_prompts + lengths - 1
+        places = ranges(part.bin * part.width + part.start, own)
+        shape = (part.bins, part.width)
+        ids = np.zeros(shape, dtype=np.int64)
+        skipped = prompts - own_prompts
+        ids.ravel()[places] = self._ids[ranges(self._sequence_starts[rows] + skipped, own)]
+        hidden = ranges(part.bin * part.width + part.start + own_prompts - 1, lengths)
+        hidden[starts_of(lengths)] = part.bin * part.width + part.prompt_start + prompts - 1
+        arguments = {
+            "input_ids": self._to_device(ids),
+            "hidden_index": self._to_device(hidden),
+            "targets": self._to_device(self._ids[ranges(self._sequence_starts[rows] + prompts, lengths)]),
+        }
+        if not part.alone:
+            positions = np.zeros(shape, dtype=np.int64)
+            positions.ravel()[places] = ranges(skipped, own)
+            arguments["position_ids"] = self._to_device(positions)
+            arguments |= self._flash_arguments(own) if flash else {"attention_mask": self._mask(part, places, own)}
         return Forward(rows=rows, tokens=ranges(self._token_starts[rows], lengths), arguments=arguments)
 
-    def _block_mask(self, lengths: Integers) -> Tensor:
-        """bool [1, 1, S, S]: causal within each row, nothing across rows."""
-        row = self._to_device(np.repeat(np.arange(len(lengths)), lengths))
-        return torch.tril(row[:, None] == row[None, :])[None, None]
+    def _mask(self, part: Part, places: Integers, own: Integers) -> Tensor:
+        """bool [bins, 1, width, width]: every token sees its prompt and what came before it in its own answer."""
+        shape = (part.bins, part.width)
+        unit, answer = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
+        unit.ravel()[places] = np.repeat(np.cumsum(part.brings_prompt), own)
+        within = ranges(np.zeros_like(own), own)
+        prompts = np.where(part.brings_prompt, self.prompt_lengths[part.rows], 0)
+        in_answer = within >= np.repeat(prompts, own)
+        answer.ravel()[places] = np.where(in_answer, np.repeat(np.arange(1, len(own) + 1), own), 0)
+        units, answers = self._to_device(unit), self._to_device(answer)
+        same_unit = units[:, :, None] == units[:, None, :]
+        visible = (answers[:, None, :] == 0) | (answers[:, :, None] == answers[:, None, :])
+        return torch.tril(same_unit & visible)[:, None]
 
     def _flash_arguments(self, lengths: Integers) -> dict[str, Any]:
         ends = self._to_device(np.append(0, np.cumsum(lengths)).astype(np.int32))
@@ -162,15 +153,6 @@ class Rows:
 def split_by_row(values: Array, lengths: Sequence[int]) -> list[Array]:
     """[T] values of all rows end to end, as one array per row."""
     return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []
-
-
-def ranges(starts: Integers, lengths: Integers) -> Integers:
-    """start, start + 1, ... (`lengths` of them) for every start, end to end."""
-    return np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())
-
-
-def _starts(lengths: Integers) -> Integers:
-    return np.cumsum(lengths) - lengths
 
 
 def _finite_where(values: NDArray[np.float32], chosen: NDArray[np.bool_]) -> NDArray[np.float32]:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from asyncrlhf.backends.torch.attention import ATTENTION
 from asyncrlhf.backends.torch.guard import guard_torchvision
-from asyncrlhf.backends.torch.options import Dtype
+from asyncrlhf.backends.torch.layout import Cut
+from asyncrlhf.backends.torch.options import Dtype, ScorerOptions
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.ops import TokenStats
 
@@ -66,6 +67,18 @@ class Model:
         self._selected: Tensor | None = None
         output = self.module.get_output_embeddings() if head == "lm" else self.module.score
         output.register_forward_pre_hook(self._select)
+
+    def cut(self, options: ScorerOptions) -> Cut:
+        """How this model cuts batches into micro-batches."""
+        config = self.module.config.get_text_config()
+        embeddings = self.module.get_input_embeddings().weight.numel()
+        per_layer = sum(p.numel() for p in self.parameters().values()) - embeddings
+        return Cut(
+            tokens=options.micro_batch_tokens,
+            rows=options.micro_batch_rows,
+            layout=options.layout,
+            pairs_per_token=per_layer / (2 * config.num_hidden_layers * config.hidden_size),
+        )
 
     def forward(self, input_ids: Tensor, hidden_index: Tensor, **inputs: Any) -> Tensor:
         """Head output at chosen positions: [T, V] logits, or [T, 1] values for a critic.

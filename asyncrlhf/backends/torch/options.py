@@ -70,8 +70,10 @@ class ScorerOptions(_Options, frozen=True, kw_only=True):
     """Tokens of one forward, padding included; a longer row goes alone."""
     micro_batch_rows: Natural = 0
     """Rows of one forward instead, if above 0."""
-    layout: Literal["padded", "packed"] = "padded"
-    """"padded": rows of similar length side by side. "packed": rows end to end in one, for flash attention on GPUs."""
+    layout: Literal["padded", "packed", "shared"] = "padded"
+    """"padded": rows of similar length side by side. "packed": rows end to end in one, for flash attention on GPUs.
+    "shared": answers to one prompt behind a single copy of it where that is less work, which it is for short rows and
+    for prompts that are long against their answers."""
 
 
 class TrainerOptions(ScorerOptions, frozen=True, kw_only=True):

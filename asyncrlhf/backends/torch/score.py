@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from asyncrlhf.abc import ScoreEngine
-from asyncrlhf.backends.torch.data import Cut, Rows, split_by_row
+from asyncrlhf.backends.torch.data import Rows, split_by_row
+from asyncrlhf.backends.torch.layout import Cut
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.options import ScorerOptions
 from asyncrlhf.messages import Array, TrainBatch
@@ -25,12 +26,7 @@ class TorchScorer(ScoreEngine):
         self.options = options
         packed = options.layout == "packed"
         self._model = Model(options.model, dtype=options.dtype, device=options.device, packed=packed)
-        self._cut = Cut(
-            tokens=options.micro_batch_tokens,
-            rows=options.micro_batch_rows,
-            packed=packed,
-            flash=self._model.uses_flash,
-        )
+        self._cut = self._model.cut(options)
 
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
         return response_logprobs(self._model, batch, self._cut, self.options.temperature)
@@ -46,7 +42,7 @@ def response_logprobs(model: Model, batch: TrainBatch, cut: Cut, temperature: fl
         raise ValueError(f"{str(model.directory)!r} was loaded with a value head, which has no log-probs")
     rows = Rows(batch, model.device)
     found = np.zeros(batch.token_count, dtype=np.float32)
-    for forward in rows.forwards(cut):
+    for forward in rows.forwards(cut, flash=model.uses_flash):
         stats = model.token_stats(**forward.arguments, temperature=temperature)
         found[forward.tokens] = stats.logprobs.cpu().numpy()
     return split_by_row(found, batch.response_lengths)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrlhf.abc import TrainEngine
-from asyncrlhf.backends.torch.data import Cut, Forward, Rows, split_by_row
+from asyncrlhf.backends.torch.data import Forward, Rows, split_by_row
 from asyncrlhf.backends.torch.measure import Measures
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.optimizer import Optimizer
@@ -47,12 +47,7 @@ class TorchTrainer(TrainEngine):
         if options.gradient_checkpointing:
             self._model.module.gradient_checkpointing_enable({"use_reentrant": False})
         self._optimizer = Optimizer(self._model.parameters(), options.optimizer)
-        self._cut = Cut(
-            tokens=options.micro_batch_tokens,
-            rows=options.micro_batch_rows,
-            packed=options.layout == "packed",
-            flash=self._model.uses_flash,
-        )
+        self._cut = self._model.cut(options)
         self._transport = import_object(options.transport)()
         self._exported: tuple[int, Mapping[str, Any]] | None = None
         self._stepped_in = -1
@@ -69,7 +64,7 @@ class TorchTrainer(TrainEngine):
         columns["coefficient"] = torch.from_numpy(self._coefficients(function, rows)).to(self._model.device)
         measures = Measures(first=self._stepped_in != batch.train_step, train_step=batch.train_step)
         self._optimizer.zero_grad()
-        for forward in rows.forwards(self._cut, chosen):
+        for forward in rows.forwards(self._cut, chosen, flash=self._model.uses_flash):
             self._backward(function, rows, rows.pick(columns, forward), forward, measures)
         norm = self._optimizer.gradient_norm().item()
         metrics = measures.result() | {"grad_norm": norm}
@@ -170,7 +165,7 @@ class TorchTrainer(TrainEngine):
     def _stats_of_all(self, rows: Rows) -> TokenStats:
         """Statistics of every response token, rows in their order."""
         found = torch.zeros(len(rows.mask), device=self._model.device)
-        for forward in rows.forwards(self._cut):
+        for forward in rows.forwards(self._cut, flash=self._model.uses_flash):
             new = self._model.token_stats(**forward.arguments, temperature=self.options.temperature)
             places = torch.from_numpy(forward.tokens).to(self._model.device)
             found.index_copy_(0, places, new.logprobs if new.values is None else new.values)

@@ -1,0 +1,168 @@
+"""How rows are laid out for one forward: a pure function of their lengths, which no result may depend on.
+
+A forward reads `bins` sequences of `width` places. Rows may share a bin (a mask or the positions keep them apart), and
+in the layout "shared" rows with the same prompt may share that too: the answers follow one copy of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ("Cut", "Integers", "Layout", "Part", "ranges", "starts_of")
+
+Integers = NDArray[np.int64]
+Layout = Literal["padded", "packed", "shared"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One micro-batch: `n` rows and where they stand. A row's own places hold the tokens it brings, all but its last
+    answer token, which nothing follows: prompt and answer, or the answer alone behind the prompt of an earlier row."""
+
+    rows: Integers
+    """[n] rows of the batch, in the order they are laid out."""
+    brings_prompt: NDArray[np.bool_]
+    """[n] whether the prompt is among the row's own tokens."""
+    bins: int
+    width: int
+    bin: Integers
+    """[n] the bin each row stands in."""
+    start: Integers
+    """[n] place in the bin of the row's first own token."""
+    prompt_start: Integers
+    """[n] place in the bin of the prompt that the row stands behind."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether every row has a bin to itself."""
+        return len(self.rows) == self.bins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How the rows of a batch become micro-batches."""
+
+    tokens: int
+    """Most places of a micro-batch, padding included; a longer row goes alone."""
+    rows: int = 0
+    """Rows of a micro-batch instead, if above 0."""
+    layout: Layout = "padded"
+    """"padded": every row in a bin of its own. "packed": all rows in one bin. "shared": answers to one prompt behind a
+    single copy of it, wherever that is less work, in bins as wide as the longest of them."""
+    pairs_per_token: float = 0.0
+    """Attention pairs that cost as much as the rest of the model costs for one token; decides when sharing is less
+    work."""
+
+    def plan(
+        self, prompts: Integers, answers: Integers, rows: Integers, prompt_keys: Sequence[object] = ()
+    ) -> list[Part]:
+        """Micro-batches that hold each of `rows` once, rows of similar length together.
+
+        `prompts`, `answers`: int64 [R] lengths of all rows, answers 1 or more. `prompt_keys`: for "shared", equal for
+        equal prompts.
+        """
+        order = rows[np.argsort((prompts + answers)[rows], kind="stable")]
+        if self.layout == "shared":
+            units = self._units(prompts, answers, order, prompt_keys)
+        else:
+            units = [[row] for row in order.tolist()]
+        lengths = [_unit_length(prompts, answers, unit) for unit in units]
+        by_length = sorted(range(len(units)), key=lengths.__getitem__)
+        parts: list[Part] = []
+        chosen: list[list[int]] = []
+        total = row_count = 0
+        for i in by_length:
+            unit, length = units[i], lengths[i]
+            row_count += len(unit)
+            total = length * (len(chosen) + 1) if self.layout == "padded" else total + length
+            full = row_count > self.rows if self.rows else total > self.tokens
+            if chosen and full:
+                parts.append(self._part(prompts, answers, chosen))
+                chosen, total, row_count = [], length, len(unit)
+            chosen.append(unit)
+        if chosen:
+            parts.append(self._part(prompts, answers, chosen))
+        return parts
+
+    def _units(
+        self, prompts: Integers, answers: Integers, order: Integers, prompt_keys: Sequence[object]
+    ) -> list[list[int]]:
+        """Rows that share one copy of their prompt; a row joins if it saves more on the prompt than it adds in
+        attention between answers that have nothing to do with each other."""
+        units: list[list[int]] = []
+        current: dict[object, list[int]] = {}
+        size: dict[object, int] = {}
+        for row in order.tolist():
+            key, prompt, answer = prompt_keys[row], int(prompts[row]), int(answers[row])
+            unit = current.get(key)
+            if unit is not None:
+                together = (size[key] + answer) ** 2 - size[key] ** 2
+                joins = together - (prompt + answer) ** 2 < self.pairs_per_token * prompt
+                if joins and not (self.rows and len(unit) >= self.rows):
+                    unit.append(row)
+                    size[key] += answer - 1
+                    continue
+            current[key], size[key] = [row], prompt + answer - 1
+            units.append(current[key])
+        return units
+
+    def _part(self, prompts: Integers, answers: Integers, units: list[list[int]]) -> Part:
+        lengths = [_unit_length(prompts, answers, unit) for unit in units]
+        if self.layout == "padded":
+            bins, starts, width = list(range(len(units))), [0] * len(units), max(lengths)
+        elif self.layout == "packed":
+            bins, starts, width = [0] * len(units), np.cumsum([0, *lengths[:-1]]).tolist(), sum(lengths)
+        else:
+            bins, starts, width = _fill(lengths)
+        sizes = np.asarray([len(unit) for unit in units])
+        rows = np.asarray([row for unit in units for row in unit], dtype=np.int64)
+        brings_prompt = np.zeros(len(rows), dtype=np.bool_)
+        brings_prompt[starts_of(sizes)] = True
+        own = np.where(brings_prompt, prompts[rows], 0) + answers[rows] - 1
+        prompt_start = np.repeat(np.asarray(starts, dtype=np.int64), sizes)
+        within = starts_of(own)
+        within -= np.repeat(within[starts_of(sizes)], sizes)
+        return Part(
+            rows=rows,
+            brings_prompt=brings_prompt,
+            bins=max(bins) + 1,
+            width=width,
+            bin=np.repeat(np.asarray(bins, dtype=np.int64), sizes),
+            start=prompt_start + within,
+            prompt_start=prompt_start,
+        )
+
+
+def _unit_length(prompts: Integers, answers: Integers, unit: list[int]) -> int:
+    if len(unit) == 1:
+        return int(prompts[unit[0]] + answers[unit[0]]) - 1
+    return int(prompts[unit[0]] + answers[unit].sum()) - len(unit)
+
+
+def _fill(lengths: list[int]) -> tuple[list[int], list[int], int]:
+    """Bins as wide as the longest unit, filled first-fit by decreasing length: (bin, start) of each unit, width."""
+    width = max(lengths)
+    bins, starts = [0] * len(lengths), [0] * len(lengths)
+    used: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        place = next((b for b, taken in enumerate(used) if taken + lengths[i] <= width), len(used))
+        if place == len(used):
+            used.append(0)
+        bins[i], starts[i] = place, used[place]
+        used[place] += lengths[i]
+    return bins, starts, width
+
+
+def ranges(starts: Integers, lengths: Integers) -> Integers:
+    """start, start + 1, ... (`lengths` of them) for every start, end to end."""
+    return np.repeat(starts - starts_of(lengths), lengths) + np.arange(lengths.sum())
+
+
+def starts_of(lengths: Integers) -> Integers:
+    """Where each of several stretches laid end to end begins."""
+    return np.cumsum(lengths) - lengths
