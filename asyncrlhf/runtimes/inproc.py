@@ -80,6 +80,7 @@ class ThreadEngine:
             self._commands.put(None)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._ended), timeout=5.0)
+            self._thread.join(timeout=1.0)
         for reply in list(self._open):
             self._set_error(reply, GroupError(self._failure))
 

@@ -23,6 +23,8 @@ __all__ = ("ATTENTION", "SlotCache")
 ATTENTION = "asyncrlhf_sdpa"
 """Name under which transformers finds `attend`. It has no mask function there, so a mask passes through as given and
 None means causal."""
+GRAIN = 64
+"""The KV cache grows by whole stretches of this many tokens."""
 
 
 def attend(
@@ -46,24 +48,29 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 class SlotCache(Cache):
-    """Keys and values of all slots, [layer][slots, K, max tokens, D] each; tensors are made by the first forward."""
+    """Keys and values of all slots, [layer][slots, K, capacity, D] each. The capacity follows the longest sequence so
+    far up to `max_tokens`; the tensors are made by the first forward."""
 
     def __init__(self, slots: int, max_tokens: int) -> None:
         super().__init__(layers=[])
         self.slots, self.max_tokens = slots, max_tokens
+        self._capacity = min(max_tokens, GRAIN)
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._rows: Tensor | None = None
         self._source: Tensor | None = None
         self._positions: Tensor | None = None
         self._extent = 0
 
-    def begin_prefill(self, rows: Tensor, source: Tensor) -> None:
-        """Next forward: row `source[i]` of the batch is written into slot `rows[i]` (int64 [N] both)."""
+    def begin_prefill(self, rows: Tensor, source: Tensor, extent: int) -> None:
+        """Next forward: row `source[i]` of the batch, at most `extent` tokens, is written into slot `rows[i]` (int64
+        [N] both)."""
+        self._reserve(extent)
         self._rows, self._source, self._positions = rows, source, None
 
     def begin_decode(self, rows: Tensor, positions: Tensor, extent: int) -> None:
         """Next forward: one token for each of the slots `rows` = 0..n-1 at `positions` (int64 [n] both), all of them
         below `extent`."""
+        self._reserve(extent)
         self._rows, self._positions, self._extent = rows, positions, extent
 
     def move(self, source: Tensor, target: Tensor, extent: int) -> None:
@@ -89,9 +96,6 @@ class SlotCache(Cache):
         count = key_states.shape[0]
         return keys[:count, :, : self._extent], values[:count, :, : self._extent]
 
-    def _allocate(self, states: Tensor) -> Tensor:
-        return states.new_zeros(self.slots, states.shape[1], self.max_tokens, states.shape[3])
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions are always given, so nothing may be derived from this."""
         return 0
@@ -99,3 +103,17 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(key/value length, offset), for architectures that build a mask although one was given."""
         return (query_length if self._positions is None else self._extent), 0
+
+    def _reserve(self, extent: int) -> None:
+        """Make room for sequences of `extent` tokens."""
+        if extent <= self._capacity:
+            return
+        wanted = max(2 * self._capacity, -(-extent // GRAIN) * GRAIN)
+        self._capacity = min(self.max_tokens, wanted)
+        for i, pair in enumerate(self._layers):
+            keys, values = (self._allocate(old) for old in pair)
+            keys[:, :, : pair[0].shape[2]], values[:, :, : pair[1].shape[2]] = pair
+            self._layers[i] = keys, values
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self.slots, like.shape[1], self._capacity, like.shape[3])

@@ -42,9 +42,10 @@ class Rows:
         self._token_starts = starts_of(self.lengths)
         self._sequence_starts = starts_of(self.prompt_lengths + self.lengths)
         self._ids = self._flat("token_ids", np.int64, self.prompt_lengths + self.lengths)
-        mask = self._flat("mask", np.float32, self.lengths)
+        whole = "mask" not in batch.columns
+        mask = np.ones(batch.token_count, np.float32) if whole else self._flat("mask", np.float32, self.lengths)
         self.mask: NDArray[np.float32] = mask
-        """[T] 1.0 where a token may enter a gradient."""
+        """[T] 1.0 where a token may enter a gradient; everywhere, if the batch has no such column."""
         self.unmasked = np.add.reduceat(np.append(mask, 0.0), self._token_starts) if len(self.lengths) else mask
         self.unmasked = np.where(self.lengths > 0, self.unmasked, 0.0).astype(np.int64)
         """[R] unmasked tokens of each row."""

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from asyncrlhf.abc import GenerateEngine
 from asyncrlhf.backends.torch.attention import SlotCache
+from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.options import SamplerOptions
+from asyncrlhf.backends.torch.probe import require_cache_works
 from asyncrlhf.backends.torch.replica import Replica
 from asyncrlhf.backends.torch.sampling import choose, uniforms
 from asyncrlhf.backends.torch.slots import Integers, Slots
@@ -33,7 +35,7 @@ from asyncrlhf.messages import (
 __all__ = ("SamplerOptions", "TorchSampler")
 
 
-class TorchSampler(GenerateEngine):
+class TorchSampler(TorchEngine, GenerateEngine):
     """Samples from a Hugging Face causal language model on one device."""
 
     Options = SamplerOptions
@@ -42,6 +44,7 @@ class TorchSampler(GenerateEngine):
         self.options = options
         self.version = options.version
         self._model = Model(options.model, dtype=options.dtype, device=options.device)
+        require_cache_works(self._model)
         self._device = self._model.device
         positions = getattr(self._model.module.config.get_text_config(), "max_position_embeddings", None)
         self._max_tokens = min(options.max_sequence_tokens, positions or options.max_sequence_tokens)
@@ -84,6 +87,7 @@ class TorchSampler(GenerateEngine):
             self._finish(events)
         return events
 
+    @torch.inference_mode()
     def abort(self, request_ids: Sequence[str]) -> Sequence[GenerateRequest]:
         wanted = self._known.intersection(request_ids)
         given_back = [request for request in self._waiting if request.request_id in wanted]
@@ -209,7 +213,9 @@ class TorchSampler(GenerateEngine):
         ids[np.arange(width) < lengths[:, None]] = np.concatenate(sequences)
         chosen = (source >= start) & (source < start + len(sequences))
         self._cache.begin_prefill(
-            torch.from_numpy(slots[chosen]).to(self._device), torch.from_numpy(source[chosen] - start).to(self._device)
+            torch.from_numpy(slots[chosen]).to(self._device),
+            torch.from_numpy(source[chosen] - start).to(self._device),
+            width,
         )
         return self._model.forward(
             torch.from_numpy(ids).to(self._device),

@@ -9,15 +9,17 @@ import torch
 
 from asyncrlhf.abc import ScoreEngine
 from asyncrlhf.backends.torch.data import Rows, split_by_row
+from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.layout import Cut
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.options import ScorerOptions
+from asyncrlhf.backends.torch.probe import require_packing_works
 from asyncrlhf.messages import Array, TrainBatch
 
 __all__ = ("ScorerOptions", "TorchScorer", "response_logprobs")
 
 
-class TorchScorer(ScoreEngine):
+class TorchScorer(TorchEngine, ScoreEngine):
     """A frozen Hugging Face causal language model, such as the reference of a KL penalty."""
 
     Options = ScorerOptions
@@ -26,6 +28,7 @@ class TorchScorer(ScoreEngine):
         self.options = options
         packed = options.layout == "packed"
         self._model = Model(options.model, dtype=options.dtype, device=options.device, packed=packed)
+        require_packing_works(self._model)
         self._cut = self._model.cut(options)
 
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:

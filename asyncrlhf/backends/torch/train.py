@@ -13,11 +13,13 @@ from torch import Tensor
 
 from asyncrlhf.abc import TrainEngine
 from asyncrlhf.backends.torch.data import Forward, Rows, split_by_row
+from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.measure import Measures
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.optimizer import Optimizer
 from asyncrlhf.backends.torch.options import OptimizerOptions as OptimizerOptions
 from asyncrlhf.backends.torch.options import TrainerOptions
+from asyncrlhf.backends.torch.probe import require_packing_works
 from asyncrlhf.backends.torch.score import response_logprobs
 from asyncrlhf.backends.torch.state import load_state, save_model, save_state
 from asyncrlhf.errors import ConfigError, PublishRefused
@@ -29,7 +31,7 @@ from asyncrlhf.weights.checksum import checksum
 __all__ = ("OptimizerOptions", "TorchTrainer", "TrainerOptions")
 
 
-class TorchTrainer(TrainEngine):
+class TorchTrainer(TorchEngine, TrainEngine):
     """Trains a Hugging Face causal language model, or a critic with a value head, on one device."""
 
     Options = TrainerOptions
@@ -44,6 +46,7 @@ class TorchTrainer(TrainEngine):
             packed=options.layout == "packed",
             trained=True,
         )
+        require_packing_works(self._model)
         if options.gradient_checkpointing:
             self._model.module.gradient_checkpointing_enable({"use_reentrant": False})
         self._optimizer = Optimizer(self._model.parameters(), options.optimizer)

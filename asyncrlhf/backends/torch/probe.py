@@ -1,0 +1,81 @@
+"""A check at start: does an architecture give, the way the engines call it, what transformers gives by itself?
+
+Configurations cannot tell everything (attention biases, sinks, caches of their own), so a few tokens are tried.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrlhf.backends.torch.attention import SlotCache
+from asyncrlhf.backends.torch.model import Model
+from asyncrlhf.errors import ConfigError
+
+__all__ = ("require_cache_works", "require_packing_works")
+
+TOKENS = 6
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Of log-probs, in units of their spread."""
+
+
+@torch.inference_mode()
+def require_cache_works(model: Model) -> None:
+    """Prefill some tokens into a SlotCache and decode the rest. Raises ConfigError if log-probs come out different."""
+    ids, plain = _plain(model)
+    every = torch.arange(TOKENS, device=model.device)
+    cache, row = SlotCache(1, TOKENS), every[:1]
+    known = TOKENS // 2
+    cache.begin_prefill(row, row, known)
+    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    found = [model.forward(ids[:, :known], every[:known], position_ids=every[None, :known], **options)]
+    for place in range(known, TOKENS):
+        cache.begin_decode(row, every[place : place + 1], place + 1)
+        mask = torch.zeros(1, 1, 1, place + 1, dtype=model.module.dtype, device=model.device)
+        options["attention_mask"] = mask
+        found.append(
+            model.forward(ids[:, place : place + 1], row, position_ids=every[None, place : place + 1], **options)
+        )
+    _compare(model, torch.cat(found), plain, "the sampler's KV cache")
+
+
+@torch.inference_mode()
+def require_packing_works(model: Model) -> None:
+    """Lay the same tokens twice in one row. Raises ConfigError if the second ones do not give the log-probs of the
+    first."""
+    ids, plain = _plain(model)
+    every = torch.arange(TOKENS, device=model.device)
+    block = torch.tril(torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=model.device))
+    options: dict[str, Any] = {"attention_mask": torch.block_diag(block, block)[None, None]}
+    if model.uses_flash:
+        ends = torch.tensor([0, TOKENS, 2 * TOKENS], dtype=torch.int32, device=model.device)
+        options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": TOKENS, "max_length_k": TOKENS}
+    positions = torch.cat([every, every])[None]
+    found = model.forward(torch.cat([ids, ids], 1), every + TOKENS, position_ids=positions, use_cache=False, **options)
+    _compare(model, found, plain, "rows that share a forward (layout packed or shared)")
+
+
+def _plain(model: Model) -> tuple[Tensor, Tensor]:
+    """Some token ids [1, TOKENS], and head outputs of a forward with transformers' own attention and masks."""
+    step = max(1, model.vocabulary_size // (TOKENS + 1))
+    ids = (torch.arange(1, TOKENS + 1, device=model.device) * step % model.vocabulary_size)[None]
+    attention = model.module.config._attn_implementation
+    model.module.set_attn_implementation("sdpa")
+    try:
+        every = torch.arange(TOKENS, device=model.device)
+        return ids, model.forward(ids, every, attention_mask=torch.ones_like(ids), use_cache=False)
+    finally:
+        model.module.set_attn_implementation(attention)
+
+
+def _compare(model: Model, found: Tensor, plain: Tensor, what: str) -> None:
+    found, plain = (torch.log_softmax(x.float(), -1) if model.head == "lm" else x.float() for x in (found, plain))
+    difference = float((found - plain).abs().max())
+    spread = max(1.0, float(plain.max() - plain.min()))
+    if not difference <= TOLERANCE[model.module.dtype] * spread:
+        raise ConfigError(
+            f"{model.module.config.model_type} does not work with {what}: log-probs are off by {difference:.2g}. The "
+            "torch backend serves decoders with plain causal attention; use another backend for this architecture"
+        )
