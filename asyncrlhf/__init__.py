@@ -1,6 +1,7 @@
 """asyncrlhf: model groups as async actors, joined by typed queues with bounded staleness. Importing it loads no torch."""
 
 from asyncrlhf.algorithm import Algorithm as Algorithm
+from asyncrlhf.algorithm import Stage as Stage
 from asyncrlhf.algorithm import gather as gather
 from asyncrlhf.control.coordinator import Coordinator as Coordinator
 from asyncrlhf.errors import AsyncRLHFError as AsyncRLHFError

@@ -230,6 +230,9 @@ class Gate:
         assert training is not None
         self.ledger.applied()
         for lease in training.leases:
+            self._emit(
+                Settled(uid=lease.uid, attempt=lease.attempt, state="consumed", token_count=lease.token_count)
+            )
             self._rows.release(lease.uid)
         self._moved()
 
@@ -239,7 +242,7 @@ class Gate:
         assert training is not None
         self.ledger.void("not_finite" if reason == "not_finite" else "no_signal")
         for lease in training.leases:
-            tokens = sum(lease.tokens.values())
+            tokens = lease.token_count
             self._emit(Settled(uid=lease.uid, attempt=lease.attempt, state="dropped(void)", token_count=tokens))
             self._rows.release(lease.uid)
         self._moved()
@@ -324,7 +327,7 @@ class Gate:
                     uid=lease.uid,
                     attempt=lease.attempt,
                     state=lease.state,
-                    token_count=sum(lease.tokens.values()),
+                    token_count=lease.token_count,
                 )
             )
             if lease.uid not in self.ledger.again:

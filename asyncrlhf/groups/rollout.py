@@ -32,7 +32,7 @@ from asyncrlhf.messages import (
 from asyncrlhf.observe.events import Restarted, Sampled
 from asyncrlhf.observe.log import EventLog
 
-__all__ = ("LeaseReports", "RolloutGroup", "Sampling")
+__all__ = ("LeaseReports", "RolloutGroup", "Sampling", "answer_seed")
 
 
 class LeaseReports(Protocol):
@@ -230,7 +230,7 @@ class RolloutGroup(Group):
                 max_tokens=sampling.max_tokens,
                 temperature=task.temperature,
                 stop_token_ids=sampling.stop_token_ids,
-                seed=_seed(sampling.seed, prompt.uid, prompt.attempt, number),
+                seed=answer_seed(sampling.seed, prompt.uid, prompt.attempt, number),
             )
 
     async def _send(self, requests: list[GenerateRequest]) -> None:
@@ -364,7 +364,7 @@ class RolloutGroup(Group):
         return replica.handle
 
 
-def _seed(run: int, uid: int, attempt: int, number: int) -> int:
+def answer_seed(run: int, uid: int, attempt: int, number: int) -> int:
     """A 63-bit seed for one answer, equal in every run of the same seed."""
     mixed = run & 0xFFFFFFFF
     for part in (uid, attempt, number):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, cast
 
 from msgspec import Meta
 
@@ -61,7 +61,7 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: flo
     descending, order = torch.sort(lengths, descending=True)
     ends = torch.cumsum(lengths, 0)[order]
     rows_by_position = torch.arange(1, int(descending[0]) + 1, device=lengths.device)
-    counts = torch.searchsorted(-descending, -rows_by_position, right=True).tolist()
+    counts = cast("list[int]", torch.searchsorted(-descending, -rows_by_position, right=True).tolist())
     advantages = torch.zeros_like(values)
     following = values.new_zeros(len(lengths))
     following_values = values.new_zeros(len(lengths))

@@ -245,6 +245,34 @@ def test_n2_without_its_tokens_a_request_starts_from_the_prompt(models: list[str
     check(modules, request, samples[request.request_id])
 
 
+def test_the_others_go_on_when_some_are_aborted(models: list[str], modules: list[Any]) -> None:
+    log = Log(sampler(models[0], slots=9))
+    requests = make_requests(14, seed=2, max_tokens=15, stops=(5,))
+    log.run(requests, steps=3)
+    gone = [r.request_id for r in requests[::3]]
+    left = log.engine.abort(gone)
+    samples = log.run([])
+    assert {r.request_id for r in left} == set(gone) - set(samples)
+    for request in requests:
+        if request.request_id in samples:
+            check(modules, request, samples[request.request_id])
+
+
+def test_the_cache_grows_with_its_sequences(tmp_path: Path) -> None:
+    model = make_model(tmp_path, max_position_embeddings=400)
+    module = AutoModelForCausalLM.from_pretrained(model)
+    log = Log(sampler(model, slots=3, max_sequence_tokens=300))
+    short, long = make_requests(2, max_tokens=20, stops=())
+    long = msgspec.structs.replace(long, max_tokens=250)
+    late = msgspec.structs.replace(short, request_id="late", prompt_token_ids=(3, 4) * 90)
+    log.run([short, long], steps=30)
+    assert log.engine._cache._capacity == 64
+    samples = log.run([late])
+    assert log.engine._cache._capacity == 300
+    for request in (short, long, late):
+        assert largest_gap(module, request, samples[request.request_id]) < 1e-5
+
+
 def test_waiting_requests_can_be_aborted(models: list[str]) -> None:
     engine = sampler(models[0], slots=1)
     requests = make_requests(4, stops=())

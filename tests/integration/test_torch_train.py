@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -166,6 +167,33 @@ def test_n5_trainer_scorer_and_a_plain_forward_agree(model: str, layout: str, te
         assert found[i].dtype == np.float32
         np.testing.assert_allclose(found[i], expected, atol=1e-5)
         np.testing.assert_allclose(scored[i], expected, atol=1e-5)
+
+
+def test_a_reference_needs_nothing_but_the_tokens(model: str) -> None:
+    batch = make_batch()
+    scorer = TorchScorer(ScorerOptions(model=model, device="cpu", layout="shared"))
+    expected = scorer.logprobs(batch)
+    found = scorer.logprobs(dataclasses.replace(batch, columns={"token_ids": batch.columns["token_ids"]}))
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_rows_without_an_answer_and_without_a_prompt(model: str) -> None:
+    ids = tuple(np.arange(2, 2 + n, dtype=np.int32) for n in (3, 5, 4))
+    batch = TrainBatch(
+        train_step=0,
+        prompt_lengths=(3, 2, 4),
+        response_lengths=(0, 3, 0),
+        unmasked=(0, 3, 0),
+        rollouts=(0, 1, 2),
+        columns={"token_ids": ArrayColumn("sequence", ids)},
+    )
+    for layout in ("padded", "packed", "shared"):
+        found = TorchScorer(ScorerOptions(model=model, device="cpu", layout=layout)).logprobs(batch)
+        assert [len(row) for row in found] == [0, 3, 0]
+    with pytest.raises(ValueError, match="row 1 has no prompt token"):
+        trainer(model).logprobs(dataclasses.replace(batch, prompt_lengths=(3, 0, 4), response_lengths=(0, 5, 0)))
+    with pytest.raises(ValueError, match="column 'token_ids' has 3 rows and 12 values"):
+        trainer(model).logprobs(dataclasses.replace(batch, response_lengths=(0, 2, 0)))
 
 
 def test_the_entropy_is_that_of_the_whole_distribution(model: str) -> None:

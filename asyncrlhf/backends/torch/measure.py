@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,10 +42,10 @@ class Measures:
         """loss, and for a language model: kl_behaviour = mean(behaviour - new), ratio_max = max exp(new - behaviour),
         logprob_gap = max |new - behaviour| of tokens sampled by this very version, nan if there are none or the
         weights have moved since; entropy if the loss needs it."""
-        loss, count, entropy, divergence = torch.stack(self._sums).sum(0).tolist()
+        loss, count, entropy, divergence = cast("list[float]", torch.stack(self._sums).sum(0).tolist())
         found = {"loss": loss}
         if self._maxima:
-            largest, gap = torch.stack(self._maxima).amax(0).tolist()
+            largest, gap = cast("list[float]", torch.stack(self._maxima).amax(0).tolist())
             found["kl_behaviour"] = divergence / count
             found["ratio_max"] = math.exp(min(largest, 700.0))
             found["logprob_gap"] = gap if self._first and gap >= 0 else math.nan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from asyncrlhf.ops import TokenStats
 
 guard_torchvision()
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification  # noqa: E402
-from transformers.utils import is_flash_attn_2_available  # noqa: E402
+from transformers.utils.import_utils import is_flash_attn_2_available  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 __all__ = ("Model", "pick_device", "require_full_attention")
@@ -53,7 +53,9 @@ class Model:
         self.head = head
         self.uses_flash = packed and self.device.type == "cuda" and dtype == "bfloat16" and is_flash_attn_2_available()
         """Whether packed rows go through variable-length flash attention (arXiv 2307.08691) instead of a mask."""
-        self._autocast = DTYPES[dtype] if trained and dtype != "float32" else None
+        self.compute_dtype = DTYPES[dtype]
+        """What matrix products are computed in."""
+        self._autocasts = trained and self.compute_dtype != torch.float32
         self.module = _load(
             self.directory,
             DTYPES["float32" if trained else dtype],
@@ -126,9 +128,7 @@ class Model:
         return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._selected)[None],)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self._autocast)
+        return torch.autocast(self.device.type, self.compute_dtype) if self._autocasts else nullcontext()
 
 
 def pick_device(name: str) -> torch.device:
@@ -158,7 +158,7 @@ def require_full_attention(config: Any) -> None:
 
 def _load(directory: Path, dtype: torch.dtype, head: str, attention: str) -> Any:
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
         require_full_attention(config)
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
         kind: Any = AutoModelForCausalLM
@@ -185,7 +185,7 @@ def _load(directory: Path, dtype: torch.dtype, head: str, attention: str) -> Any
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """transformers without progress bars and without its report of missing weights, which `_load` reads itself."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
@@ -207,10 +207,9 @@ def _start_at_zero(head: nn.Module, missing: set[str]) -> set[str]:
 
 def _disable_dropout(module: nn.Module) -> None:
     for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-        elif isinstance(getattr(part, "attention_dropout", None), float):
-            part.attention_dropout = 0.0
+        name = "p" if isinstance(part, nn.Dropout) else "attention_dropout"
+        if isinstance(getattr(part, name, None), float):
+            setattr(part, name, 0.0)
 
 
 def _entropy(logits: Tensor, total: Tensor) -> Tensor:

@@ -51,11 +51,9 @@ class Optimizer:
         """Global norm of the gradients, float32 []; not finite if any of them is not."""
         return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
-    def step(self, train_step: int, norm: float) -> float:
+    def step(self, train_step: int, norm: Tensor) -> float:
         """Clip gradients of global norm `norm`, apply them and drop them; gives the learning rate used."""
-        scale = self.options.max_grad_norm / (norm + 1e-6)
-        if scale < 1:
-            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], scale)
+        nn.utils.clip_grads_with_norm_(self._parameters, self.options.max_grad_norm, norm)
         rate = learning_rate(self.options, train_step)
         for group in self._adamw.param_groups:
             group["lr"] = rate

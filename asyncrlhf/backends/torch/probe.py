@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Of log-probs, in units of their spread."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def require_cache_works(model: Model) -> None:
     """Prefill some tokens into a SlotCache and decode the rest. Raises ConfigError if log-probs come out different."""
     ids, plain = _plain(model)
@@ -41,7 +41,7 @@ def require_cache_works(model: Model) -> None:
     _compare(model, torch.cat(found), plain, "the sampler's KV cache")
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def require_packing_works(model: Model) -> None:
     """Lay the same tokens twice in one row. Raises ConfigError if the second ones do not give the log-probs of the
     first."""
@@ -74,7 +74,7 @@ def _compare(model: Model, found: Tensor, plain: Tensor, what: str) -> None:
     found, plain = (torch.log_softmax(x.float(), -1) if model.head == "lm" else x.float() for x in (found, plain))
     difference = float((found - plain).abs().max())
     spread = max(1.0, float(plain.max() - plain.min()))
-    if not difference <= TOLERANCE[model.module.dtype] * spread:
+    if not difference <= TOLERANCE[model.compute_dtype] * spread:
         raise ConfigError(
             f"{model.module.config.model_type} does not work with {what}: log-probs are off by {difference:.2g}. The "
             "torch backend serves decoders with plain causal attention; use another backend for this architecture"

@@ -23,14 +23,7 @@ from asyncrlhf.backends.torch.probe import require_cache_works
 from asyncrlhf.backends.torch.replica import Replica
 from asyncrlhf.backends.torch.sampling import choose, uniforms
 from asyncrlhf.backends.torch.slots import Integers, Slots
-from asyncrlhf.messages import (
-    EngineEvent,
-    Finished,
-    GenerateRequest,
-    Rejected,
-    Sample,
-    WeightHandle,
-)
+from asyncrlhf.messages import EngineEvent, Finished, GenerateRequest, Rejected, Sample, WeightHandle
 
 __all__ = ("SamplerOptions", "TorchSampler")
 
@@ -229,7 +222,7 @@ class TorchSampler(TorchEngine, GenerateEngine):
     def _rebuild(self) -> None:
         """Compute the KV cache of all running requests anew, under the weights in use."""
         slots = np.arange(self._slots.count)
-        self._prefill(slots, [self._slots.sequence(slot) for slot in slots])
+        self._prefill(slots, [self._slots.sequence(slot) for slot in range(self._slots.count)])
 
     def _sample(self, taken: slice, logits: Tensor) -> None:
         numbers = uniforms(self._slots.key[taken], self._slots.length[taken])

@@ -35,7 +35,7 @@ class TorchScorer(TorchEngine, ScoreEngine):
         return response_logprobs(self._model, batch, self._cut, self.options.temperature)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def response_logprobs(model: Model, batch: TrainBatch, cut: Cut, temperature: float) -> list[Array]:
     """Log-prob of every response token, float32 [response length] per row, in the order of the rows.
 

@@ -56,7 +56,7 @@ def write_model(
         raise ConfigError(f"{model_type} has no configuration field {', '.join(unknown)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
         if initializer == "scaled":
             _initialize_scaled(model, architecture.num_hidden_layers)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = EOS_ID
@@ -101,7 +101,7 @@ def character_tokenizer(characters: str, size: int, chat_template: str = "") -> 
 
 def _verify_tokenizer(directory: Path, characters: str) -> None:
     """transformers may load the files with a class of the architecture's own: what counts is what that one reads."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     wrong = [c for i, c in enumerate(characters, 2) if tokenizer.encode(c, add_special_tokens=False) != [i]]
     if wrong or tokenizer.decode(tokenizer.encode(characters, add_special_tokens=False)) != characters:
         raise ConfigError(

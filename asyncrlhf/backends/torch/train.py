@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrlhf.abc import TrainEngine
 from asyncrlhf.backends.torch.data import Forward, Rows, split_by_row
@@ -69,9 +69,9 @@ class TorchTrainer(TorchEngine, TrainEngine):
         self._optimizer.zero_grad()
         for forward in rows.forwards(self._cut, chosen, flash=self._model.uses_flash):
             self._backward(function, rows, rows.pick(columns, forward), forward, measures)
-        norm = self._optimizer.gradient_norm().item()
-        metrics = measures.result() | {"grad_norm": norm}
-        if not math.isfinite(norm):
+        norm = self._optimizer.gradient_norm()
+        metrics = measures.result() | {"grad_norm": float(norm)}
+        if not math.isfinite(metrics["grad_norm"]):
             self._optimizer.zero_grad()
             return StepResult(applied=False, reason="not_finite", metrics=metrics)
         metrics["learning_rate"] = self._optimizer.step(batch.train_step, norm)
@@ -178,10 +178,8 @@ class TorchTrainer(TorchEngine, TrainEngine):
 
     @torch.no_grad()
     def _refuse_if_not_finite(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        tensors = [parameter.detach() for parameter in weights.values()]
-        finite = torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite()
-        if not finite.all():
-            bad = [name for name, good in zip(weights, finite.tolist(), strict=True) if not good]
+        if not nn.utils.get_total_norm(weights.values(), math.inf).isfinite():
+            bad = [name for name, parameter in weights.items() if not parameter.isfinite().all()]
             raise PublishRefused(
                 f"version {version} has {len(bad)} parameters that are not finite, among them {bad[0]!r}; the weights "
                 "published before stay in use. Lower the learning rate or max_grad_norm"
