@@ -94,7 +94,7 @@ class DrGRPOLoss(GRPOLoss, frozen=True):
 class DrGRPO(GRPO):
     """No division by the deviation or by the answer's length."""
 
-    loss: DrGRPOLoss = field(default_factory=DrGRPOLoss)  # pyright: ignore[reportIncompatibleVariableOverride]
+    loss: DrGRPOLoss = field(default_factory=DrGRPOLoss)
 
     def advantages(self, rewards: Sequence[float]) -> rl.PerSample:
         mean = fmean(rewards)

@@ -27,7 +27,7 @@ class SFT(rl.Algorithm):
 
     async def generate(self) -> None:
         async for prompt in self.prompts:
-            await self.experience.put(rl.Experience(rollout=rl.Rollout.from_data(prompt), rewards=(0.0,)))
+            await self.experience.put(rl.Experience(rollout=rl.Rollout.from_data(prompt), rewards=None))
 
     async def train(self) -> None:
         async for batch in self.experience.batches():

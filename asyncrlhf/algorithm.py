@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar, cast
-
-import msgspec
+from typing import Any, TypeVar, cast
 
 from asyncrlhf.errors import AsyncRLHFError, GroupError, LeaseLost, QueueClosed, SampleError, Stalled
 from asyncrlhf.flow.gate import Gate
@@ -44,9 +42,9 @@ class Algorithm(ABC):
     is a setting that `[settings]` may change.
     """
 
-    state: ClassVar[msgspec.Struct | None] = None
-    """What the algorithm learns about itself (an adaptive coefficient, running statistics): declare a field
-    `state: MyState` with a default; it is saved with the weights and restored on resume."""
+    state: Any = None
+    """What the algorithm learns about itself (an adaptive coefficient, running statistics): a field
+    `state: MyState`, a frozen Struct with a default. It is saved with the weights and restored on resume."""
 
     @abstractmethod
     async def generate(self) -> None:

@@ -240,7 +240,7 @@ class Session:
                 if group.name in manifest.groups:
                     await group.load(resumed / group.name)
             if manifest.state is not None:
-                self.algorithm.state = unpack(manifest.state)  # pyright: ignore[reportAttributeAccessIssue]
+                self.algorithm.state = unpack(manifest.state)
         else:
             await self._save(0, groups=False)
         if self.stopped_by is not None:
@@ -345,7 +345,7 @@ class Session:
         """One checkpoint; `groups` False: of the start, whose weights are where the configuration says."""
         started = time.perf_counter()
         gate, config = self.gate, self.config
-        state = getattr(self.algorithm, "state", None)
+        state = self.algorithm.state
         ready = [e for uid, e in gate.payloads.items() if uid in gate.ledger.live] if config.checkpoint.payloads else []
         trained = {name: g for name, g in self.groups.items() if isinstance(g, TrainGroup)}
         offsets = self.observer.offsets()

@@ -7,21 +7,23 @@ chosen. What was trained along the restored lineage is the ledger's to say, not 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncrlhf.errors import CheckpointError
+from asyncrlhf.errors import CheckpointError, GroupError
 from asyncrlhf.flow.leases import LedgerState
 from asyncrlhf.messages import Experience
 from asyncrlhf.messages.wire import Packed
 
-__all__ = ("Checkpoints", "Manifest")
+__all__ = ("Checkpoints", "Manifest", "TornCheckpoint", "encode_payloads", "load_checkpoint", "load_manifest")
 
 FORMAT = 1
+MANIFEST, PAYLOADS = "manifest.json", "payloads.msgpack"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_steps: Mapping[str, int]
     groups: tuple[str, ...]
     events_offset: int
-    """Bytes of events.jsonl that belong to this lineage."""
+    """Bytes of events.jsonl, in the run directory the checkpoint lies in, that belong to this lineage."""
     metrics_offset: int
     state: Packed | None
     """The algorithm's own state."""
@@ -43,41 +45,48 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     payload_count: int
     fixed: Mapping[str, Any]
     """Configuration values that must be the same on resume, because prompts are counted by them."""
+    origin: str = ""
+    """The checkpoint of another run directory that this run began with."""
+
+
+class TornCheckpoint(CheckpointError):
+    """A part is missing, or is not what was written: an older checkpoint may still do."""
 
 
 class Checkpoints:
     """The checkpoints of one run directory."""
 
     def __init__(self, directory: Path, *, keep: int) -> None:
-        """`keep`: newest complete checkpoints that stay (0: all of them)."""
+        """`keep`: newest complete checkpoints that stay."""
         self.directory = directory
         self._keep = keep
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(path.parent for path in self.directory.glob("step-*/manifest.json"))
-
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        found = self.complete()
-        return found[-1] if found else None
+        found = (path.parent for path in self.directory.glob(f"step-*/{MANIFEST}"))
+        return sorted((path for path in found if re.fullmatch(r"step-\d+", path.name)), key=step_of)
 
     def path(self, train_step: int) -> Path:
         return self.directory / f"step-{train_step:06d}"
 
+    def owns(self, path: Path) -> bool:
+        """Is `path` one of this run directory's?"""
+        return path.resolve().parent == self.directory.resolve()
+
     async def save(
         self,
         manifest: Manifest,
-        payloads: list[Experience],
+        payloads: Sequence[bytes],
         groups: Mapping[str, Callable[[Path], Awaitable[None]]],
+        *,
+        protect: Path | None = None,
     ) -> Path:
-        """Write one, atomically, and remove those beyond `keep`. Raises CheckpointError; the older ones stay.
+        """Write one, atomically, and remove those beyond `keep`, but not `protect`. Raises CheckpointError; the older
+        ones then stay.
 
-        `groups`: name -> coroutine that fills the group's sub-directory.
+        `groups`: name -> coroutine that fills the group's sub-directory. `payloads`: as `encode_payloads` gives them.
         """
         target = self.path(manifest.train_step)
-        if (target / "manifest.json").exists():
-            return target
         draft = self.directory / f".{target.name}.partial"
         try:
             shutil.rmtree(draft, ignore_errors=True)
@@ -85,44 +94,105 @@ class Checkpoints:
             for name, fill in groups.items():
                 (draft / name).mkdir()
                 await fill(draft / name)
-            (draft / "payloads.msgpack").write_bytes(msgspec.msgpack.encode(payloads))
-            (draft / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            (draft / PAYLOADS).write_bytes(msgspec.msgpack.encode([msgspec.Raw(item) for item in payloads]))
+            (draft / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
             _flush_tree(draft)
             shutil.rmtree(target, ignore_errors=True)
             draft.rename(target)
             _flush(self.directory)
-        except OSError as error:
+            _flush(self.directory.parent)
+        except (OSError, GroupError) as error:
             shutil.rmtree(draft, ignore_errors=True)
-            newest = self.latest()
+            found = self.complete()
             raise CheckpointError(
-                f"cannot write {target}: {error}; the newest complete checkpoint is "
-                f"{newest.name if newest else 'none'}; free disk space or set another run_dir, then start again"
+                f"cannot write {target}: {_first_line(error)}; the newest complete checkpoint is "
+                f"{found[-1].name if found else 'none'}; make room on the disk, then give the same command again"
             ) from error
-        self._prune()
+        self._prune(protect)
         return target
 
-    def load(self, path: Path, experience: type[Experience]) -> tuple[Manifest, list[Experience]]:
-        """Read one back. Raises CheckpointError when it is missing, torn, or of another format."""
-        try:
-            manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
-            raw = msgspec.msgpack.decode((path / "payloads.msgpack").read_bytes(), type=list[msgspec.Raw])
-            payloads = [msgspec.msgpack.decode(item, type=experience) for item in raw]
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is not a complete checkpoint: {error.filename} is missing") from error
-        except msgspec.DecodeError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if manifest.format != FORMAT or manifest.payload_count != len(payloads):
-            raise CheckpointError(
-                f"{path} has format {manifest.format} and {len(payloads)} payloads; this version reads format {FORMAT} "
-                f"and the manifest names {manifest.payload_count}"
-            )
-        return manifest, payloads
-
-    def _prune(self) -> None:
-        if self._keep:
-            for path in self.complete()[: -self._keep]:
-                (path / "manifest.json").unlink()
+    def begin(self, train_step: int | None) -> None:
+        """A run goes on from `train_step` (None: from nothing): remove what a crash left unfinished, and checkpoints
+        that are newer than that, whose lines are cut out of the log files."""
+        for path in self.directory.glob(".step-*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.directory.glob("step-*"):
+            if re.fullmatch(r"step-\d+", path.name) and not (path / MANIFEST).exists():
                 shutil.rmtree(path, ignore_errors=True)
+        for path in self.complete():
+            if train_step is None or step_of(path) > train_step:
+                _remove(path)
+
+    def _prune(self, protect: Path | None) -> None:
+        for path in self.complete()[: -self._keep]:
+            if protect is None or path.resolve() != protect.resolve():
+                _remove(path)
+
+
+def step_of(path: Path) -> int:
+    """Train steps contained in the checkpoint at this path, by its name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def encode_payloads(experiences: Iterable[Experience]) -> tuple[list[bytes], list[str]]:
+    """Ready rollouts as bytes, and why some cannot be (a data row may hold any Python object): those are left out,
+    and their prompts answered again after a resume."""
+    encoded: list[bytes] = []
+    problems: list[str] = []
+    for experience in experiences:
+        try:
+            encoded.append(msgspec.msgpack.encode(experience))
+        except (TypeError, OverflowError, RecursionError) as error:
+            problems.append(f"the rollout of prompt {experience.prompt.uid}: {error}")
+    return encoded, problems
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Raises TornCheckpoint, and CheckpointError when it cannot be read at all or is of another format."""
+    content = _read(path / MANIFEST)
+    try:
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise TornCheckpoint(f"{path / MANIFEST} is torn: {error}") from error
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"{path} has format {manifest.format}, and this version reads format {FORMAT}")
+    return manifest
+
+
+def load_checkpoint(path: Path, experience: type[Experience]) -> tuple[Manifest, list[Experience]]:
+    """The manifest and the ready rollouts. Raises as `load_manifest` does."""
+    manifest = load_manifest(path)
+    content = _read(path / PAYLOADS)
+    try:
+        raw = msgspec.msgpack.decode(content, type=list[msgspec.Raw])
+        payloads = [msgspec.msgpack.decode(item, type=experience) for item in raw]
+    except msgspec.DecodeError as error:
+        raise TornCheckpoint(f"{path / PAYLOADS} is torn: {error}") from error
+    if manifest.payload_count != len(payloads):
+        raise TornCheckpoint(f"{path} has {len(payloads)} payloads, and its manifest names {manifest.payload_count}")
+    for name in manifest.groups:
+        if not (path / name).is_dir():
+            raise TornCheckpoint(f"{path / name} is missing")
+    return manifest, payloads
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise TornCheckpoint(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _remove(path: Path) -> None:
+    """Manifest first: whenever this is interrupted, the rest is no longer complete."""
+    (path / MANIFEST).unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _flush_tree(directory: Path) -> None:

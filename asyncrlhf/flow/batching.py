@@ -106,13 +106,13 @@ def popped_event(popped: Popped, batch: TrainBatch, max_staleness: int) -> Poppe
         deciles = np.arange(len(lags)) * 10 // max(1, len(lags))
         by_position += np.bincount(deciles[over], minlength=10)
         by_length[min(9, 10 * len(lags) // (longest + 1))] += int(over.sum())
-    rewards = [reward for experience in popped.experiences for reward in experience.rewards]
+    rewards = [reward for experience in popped.experiences for reward in experience.rewards or ()]
     leases = popped.batch.leases
     return PoppedEvent(
         train_step=step,
         uids=tuple(lease.uid for lease in leases),
-        reward_mean=fmean(rewards),
-        rewards_std=pstdev(rewards),
+        reward_mean=fmean(rewards) if rewards else None,
+        rewards_std=pstdev(rewards) if rewards else None,
         waited=popped.waited,
         trained_by_lag=dict(trained),
         masked_by_lag=dict(masked),

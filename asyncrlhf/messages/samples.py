@@ -107,7 +107,8 @@ class Experience(Message, frozen=True, kw_only=True):
     """
 
     rollout: Rollout
-    rewards: PerSample
+    rewards: PerSample | None
+    """One per answer; None where nothing is scored (supervised training)."""
     trainable: bool = True
     """False: keeps its place in the batch, but its tokens are masked (GRPO's zero-variance rollouts)."""
 

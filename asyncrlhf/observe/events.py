@@ -70,6 +70,11 @@ class RunStarted(Event, frozen=True):
     groups: Mapping[str, GroupShape] = {}
     """By name. A group left out is judged by what it does, and has the ranks that were seen to work."""
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether answers earn rewards: not so in supervised training."""
+        return not self.groups or any(group.role == "reward" for group in self.groups.values())
+
 
 class Granted(Event, frozen=True):
     """A lease: prompt `uid` may be answered, for the `attempt`-th time, while `version` is published."""

@@ -15,10 +15,10 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
     """The lines for a person, from what summary.json holds."""
     staleness, rates, busy = summary["staleness"], summary["rates"], summary["busy"]
     tokens, shares = summary["tokens"], summary["shares"]
-    reason = f" ({summary['reason']}: {summary['message']})" if summary["reason"] else ""
+    ended = summary["status"] if summary["status"] == "completed" else f"{summary['status']} ({summary['reason']})"
+    message = f"; {summary['message']}" if summary["message"] else ""
     lines = [
-        f"{summary['status']}{reason}: {summary['train_steps']} train steps in {summary['wall_s']:.1f} s",
-        f"reward      {short(summary['reward']['first'])} -> {short(summary['reward']['last'])}{_evaluation(summary)}",
+        f"{ended}: {summary['train_steps']} train steps in {summary['wall_s']:.1f} s{message}",
         f"speed       {rate(rates['steps_s'])} steps/s, {rate(rates['trained_tokens_s'])} trained tokens/s, "
         f"{rate(rates['samples_s'])} samples/s",
         f"tokens      {tokens['generated']:,} generated = {tokens['trained']:,} trained + {tokens['masked']:,} "
@@ -32,6 +32,9 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
         f"overlap     {percent(summary['overlap_efficiency'])} efficient, exposed sync "
         f"{short(summary['exposed_sync_s'])} s a step, speed-up bound {short(summary['speedup_bound'])}x",
     ]
+    if summary["is_scored"]:
+        first, last = short(summary["reward"]["first"]), short(summary["reward"]["last"])
+        lines.insert(1, f"reward      {first} -> {last}{_evaluation(summary)}")
     if summary["rejected_steps"] or summary["void_steps"] or summary["nonfinite_values"] or summary["failed_leases"]:
         lines.append(
             f"trouble     {summary['rejected_steps']} rejected optimizer steps, {summary['void_steps']} void train "

@@ -69,13 +69,20 @@ def progress_line(stretch: Stretch, started: RunStarted | None) -> str:
     bound = started.max_staleness if started else None
     parts = [
         f"step {steps_done(stretch, started)}",
-        f"reward {fixed(stretch.mean('reward/mean'), 2)}",
+        learning(stretch, started),
         f"lag {fixed(stretch.mean('staleness/token_lag_mean'), 1)}/{'-' if bound is None else bound}",
         f"masked {percent(stretch.mean('staleness/masked_fraction'))}",
         f"gen {percent(stretch.share('busy/generate'), 0)} train {percent(stretch.share('busy/train'), 0)}",
         f"{rate(stretch.steps_per_second())} steps/s",
     ]
     return "  ".join(parts)
+
+
+def learning(stretch: Stretch, started: RunStarted | None) -> str:
+    """Example: "reward 0.61", or "loss 1.204" where nothing is scored."""
+    if started is not None and not started.is_scored:
+        return f"loss {fixed(stretch.mean('loss/loss'), 3)}"
+    return f"reward {fixed(stretch.mean('reward/mean'), 2)}"
 
 
 def steps_done(stretch: Stretch, started: RunStarted | None) -> str:

@@ -134,6 +134,7 @@ class Summary:
             "reason": ended.reason if ended else "",
             "message": ended.message if ended else "",
             "algorithm": started.algorithm if started else "",
+            "is_scored": self._started is None or self._started.is_scored,
             "train_steps": step_count,
             "wall_s": ended.t if ended else last.t if last else 0.0,
             "reward": {"first": _mean(self._rewards_first), "last": _mean(self._rewards_last)},

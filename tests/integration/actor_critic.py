@@ -53,7 +53,7 @@ class ActorCritic(rl.Algorithm):
     advantage: ops.GAE = field(default_factory=ops.GAE)
     minibatches: int = 2
     epochs: int = 2
-    state: Learnt = field(default_factory=Learnt)  # pyright: ignore[reportIncompatibleVariableOverride]
+    state: Learnt = field(default_factory=Learnt)
 
     async def generate(self) -> None:
         async for prompt in self.prompts:

@@ -66,7 +66,7 @@ class Scene:
             "prompts_per_step": 2,
             "answers_per_prompt": 2,
             "train_steps": 10,
-            "groups": {"policy": GroupShape("policy", 1), "rollout": GroupShape("rollout", 1)},
+            "groups": {name: GroupShape(name, 1) for name in ("policy", "rollout", "reward")},
         }
         self.observer.emit(RunStarted(**(fields | changes)))
 

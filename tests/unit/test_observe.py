@@ -258,6 +258,7 @@ def test_metrics_row_of_a_step(tmp_path: Path) -> None:
             "time/exposed_sync": 0.1,
             "time/checkpoint": 0.0,
             "busy/rollout": 1.8,
+            "busy/reward": 0.0,
             "busy/policy": 1.2,
             "busy/generate": 0.9,
             "busy/train": 0.6,

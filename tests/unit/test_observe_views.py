@@ -49,6 +49,7 @@ def test_summary_by_hand(tmp_path: Path) -> None:
                 "reason": "",
                 "message": "",
                 "algorithm": "algorithms.grpo:GRPO",
+                "is_scored": True,
                 "train_steps": 10,
                 "wall_s": 20.0,
                 "reward": {"first": 0.1, "last": 0.8},
@@ -113,7 +114,7 @@ def test_summary_of_a_failure_without_a_step(tmp_path: Path) -> None:
     assert summary["tokens"] == {"generated": 0, "trained": 0, "masked": 0, "dropped": 0, "open": 0}
     assert summary["rates"] == {"steps_s": None, "trained_tokens_s": None, "samples_s": None}
     assert summary["overlap_efficiency"] is None
-    assert "failed (Exhausted: no prompt of 40" in scene.output.getvalue()
+    assert "failed (Exhausted): 0 train steps" in scene.output.getvalue()
 
 
 def test_summary_before_a_run_has_started_is_complete_too() -> None:

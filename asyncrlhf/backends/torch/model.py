@@ -19,8 +19,8 @@ from asyncrlhf.ops import TokenStats
 
 guard_torchvision()
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification  # noqa: E402
-from transformers.utils.import_utils import is_flash_attn_2_available  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
+from transformers.utils.import_utils import is_flash_attn_2_available  # noqa: E402
 
 __all__ = ("Model", "pick_device", "require_full_attention")
 

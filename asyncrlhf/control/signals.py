@@ -1,0 +1,70 @@
+"""Ctrl-C and SIGTERM. The first one asks the run to stop; a second one ends the process at once.
+
+Handlers run between two bytecodes of the main thread, so that they work also while the event loop is blocked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator
+from types import FrameType
+
+__all__ = ("StopSignals", "StoppedEarly")
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StoppedEarly(KeyboardInterrupt):
+    """A signal came while nobody was there to stop in an orderly way: nothing has begun."""
+
+
+class StopSignals:
+    """What came, and whom it asks."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._ask: Callable[[signal.Signals], None] | None = None
+        self._last_words: Callable[[], None] | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number; 0 if none came."""
+        return 0 if self.received is None else 128 + self.received
+
+    @contextlib.contextmanager
+    def installed(self) -> Generator[None]:
+        """Handle both signals inside; outside the main thread they are somebody else's."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = [signal.signal(number, self._handle) for number in NUMBERS]
+        try:
+            yield
+        finally:
+            for number, handler in zip(NUMBERS, before, strict=True):
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def asking(self, ask: Callable[[signal.Signals], None], last_words: Callable[[], None]) -> Generator[None]:
+        """Inside, the first signal calls `ask` and a second one `last_words`, just before the end."""
+        self._ask, self._last_words = ask, last_words
+        try:
+            yield
+        finally:
+            self._ask = self._last_words = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.received is not None:
+            if self._last_words is not None:
+                with contextlib.suppress(Exception):
+                    self._last_words()
+            os.write(2, b"\nstopped at once; the newest checkpoint is kept\n")
+            os._exit(128 + number)
+        self.received = signal.Signals(number)
+        if self._ask is None:
+            raise StoppedEarly
+        self._ask(self.received)
