@@ -171,15 +171,15 @@ class Coordinator:
         incarnation = self._members.incarnation[replica.key]
         weights = self._weights[follower.follows]
         try:
+            if phase == "commit" and self._mode == "drain":
+                await follower.drained(replica)  # as long as its answers take; a lost one ends at its lease's time-out
             async with asyncio.timeout(self._timeout):
                 if phase == "prepare":
                     await follower.prepare(replica, weights)
                     self._members.acknowledge(replica.key, incarnation)
-                    return
-                if self._mode == "drain":
-                    await follower.drained(replica)
-                await follower.commit(replica, weights.version)
-                self._members.commit(replica.key, incarnation)
+                else:
+                    await follower.commit(replica, weights.version)
+                    self._members.commit(replica.key, incarnation)
         except PublishRefused:
             raise
         except TimeoutError:

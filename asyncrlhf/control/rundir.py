@@ -6,40 +6,77 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Generator
+import shutil
+import tomllib
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from asyncrlhf.config.schema import Config
-from asyncrlhf.control.checkpoint import Checkpoints, Manifest
-from asyncrlhf.errors import CheckpointError, ConfigError
+from asyncrlhf.control.checkpoint import (
+    Checkpoints,
+    Manifest,
+    TornCheckpoint,
+    load_checkpoint,
+    load_manifest,
+    step_of,
+)
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.messages import Experience
+from asyncrlhf.observe.files import write_atomically
 
-__all__ = ("RunDirectory",)
+__all__ = ("Resume", "RunDirectory")
+
+NOT_THE_RUN = ("directory", "observe", "resume", "run_dir")
+"""Keys that do not change what a run computes."""
+
+
+class Resume(NamedTuple):
+    """What a run goes on from."""
+
+    path: Path
+    manifest: Manifest
+    payloads: list[Experience]
+    own: bool
+    """A checkpoint of this run directory, whose log files go on; else a new run begins with it."""
+    warnings: tuple[str, ...]
 
 
 class RunDirectory:
-    """The directory of one run. `resolved` is the configuration's TOML text, `fixed` what a resume may not change."""
+    """The directory of one run. `resolved` is the configuration's TOML text, `fixed` what a resume may not change.
 
-    def __init__(self, config: Config, resolved: str, fixed: dict[str, Any]) -> None:
+    Besides the files of the run it holds `.lock`, `initial/<group>` (a model written from scratch) and `final` (a link
+    to the trained model of the checkpoint that the run ended with).
+    """
+
+    def __init__(self, config: Config, resolved: str, fixed: dict[str, Any], prompt_count: int | None) -> None:
+        """`prompt_count`: prompts of the data over all epochs, None if that is not known."""
         self.path = Path(config.run_dir)
         self.checkpoints = Checkpoints(self.path / "checkpoints", keep=config.checkpoint.keep)
         self.fixed = msgspec.to_builtins(fixed)
-        self._config, self._resolved = config, resolved
+        self._config, self._resolved, self._prompt_count = config, resolved, prompt_count
+        self._begun = False
 
     @property
     def final(self) -> Path:
-        """The final policy: a link to the newest checkpoint's Hugging Face directory."""
+        """The trained model: a link to a Hugging Face directory."""
         return self.path / "final"
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
-        """Hold the directory. Raises ConfigError if another process does, or if it cannot be made."""
+        """Hold the directory; if the run does not get as far as `begin`, leave nothing that was not there.
+
+        Raises ConfigError if another process holds it, or if it cannot be written.
+        """
+        there = {path: path.exists() for path in (self.path / ".lock", self.path / "initial")}
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
+            _remove_empty(made)
             raise ConfigError(f'run_dir = "{self.path}" cannot be written: {error.strerror}; use another one') from None
         try:
             try:
@@ -48,57 +85,63 @@ class RunDirectory:
                 raise ConfigError(
                     f'run_dir = "{self.path}" is in use by another process; wait for it or use another run_dir'
                 ) from None
-            yield
+            try:
+                yield
+            finally:
+                if not self._begun:
+                    if not there[self.path / "initial"]:
+                        shutil.rmtree(self.path / "initial", ignore_errors=True)
+                    if not there[self.path / ".lock"]:
+                        (self.path / ".lock").unlink(missing_ok=True)
+                    _remove_empty(made)
         finally:
             os.close(descriptor)
 
+    # ---- is there anything to do -----------------------------------------------------------------------------------
     def completed(self) -> str | None:
-        """Why nothing is left to do, in one line; None if something is."""
+        """Why nothing is left to do, in one line; None if something is.
+
+        Raises ConfigError when the configuration has changed in what the run that lies here cannot change.
+        """
+        summary, complete, resume = self._summary(), self.checkpoints.complete(), self._config.resume
+        if summary.get("status") != "completed" or not complete or not self.final.exists():
+            return None
+        if resume == "never" or self.checkpoints.owns(Path(resume)):
+            return None
         try:
-            summary = json.loads((self.path / "summary.json").read_bytes())
-        except (OSError, ValueError):
+            manifest = load_manifest(complete[-1])
+        except TornCheckpoint:
             return None
-        newest = self.checkpoints.latest()
-        if summary.get("status") != "completed" or newest is None or not self.final.exists():
+        if resume != "auto" and manifest.origin != str(Path(resume).resolve()):
             return None
-        if self._config.resume not in ("auto",):
-            return None
-        steps = int(newest.name.removeprefix("step-"))
-        if self._config.train_steps is not None and self._config.train_steps > steps:
+        self._require_fits(complete[-1], manifest)
+        steps, wanted, used_up = manifest.train_step, self._config.train_steps, summary.get("reason") != "train_steps"
+        if (wanted is None or wanted > steps) and not (used_up and self._data_is_used_up(manifest)):
             return None
         return (
             f"{self.path} holds a completed run of {steps} train steps; its policy is {self.final}. To train on, raise "
-            "train_steps; to start anew, set another run_dir"
+            f"{'data.epochs' if used_up else 'train_steps'}; to start anew, set another run_dir"
         )
 
     def require_same_configuration(self) -> None:
         """Raises ConfigError when the run that lies here was made with another configuration."""
-        try:
-            before = (self.path / "config.toml").read_text()
-        except OSError as error:
-            raise ConfigError(f"{self.path / 'config.toml'} cannot be read: {error.strerror}") from None
-        if before != self._resolved:
-            old, new = before.splitlines(), self._resolved.splitlines()
-            pairs = [(a, b) for a, b in zip(old, new, strict=False) if a != b] or [(f"{len(old)} lines", f"{len(new)}")]
+        different = next(self._differences(), None)
+        if different is not None:
+            key, before, now = different
             raise ConfigError(
-                f'run_dir = "{self.path}" was made with another configuration ({pairs[0][0]}, now {pairs[0][1]}); '
-                "remove it to run this stage again, or use another run_dir"
+                f'run_dir = "{self.path}" was made with another configuration: {key} was {before!r} and is {now!r} '
+                "now; remove it to run this stage again, or use another run_dir"
             )
 
-    def resume_from(self) -> Path | None:
-        """The checkpoint to go on from; None for a fresh start.
+    # ---- where it goes on --------------------------------------------------------------------------------------------
+    def resume_path(self) -> Path | None:
+        """The checkpoint that the configuration asks for; None for a fresh start. Looks only at names.
 
-        Raises ConfigError when resume = "never" would overwrite a run, and when a run has train steps behind it and
-        no complete checkpoint to go on from.
+        Raises ConfigError when resume = "never" would overwrite a run, when a run has train steps behind it and no
+        complete checkpoint to go on from, and when a checkpoint of another run would replace the run that lies here.
         """
-        resume = self._config.resume
-        if resume not in ("auto", "never"):
-            path = Path(resume)
-            if not (path / "manifest.json").exists():
-                raise ConfigError(f'resume = "{resume}" is not a complete checkpoint: it has no manifest.json')
-            return path
-        newest = self.checkpoints.latest()
-        steps = self._logged_steps()
+        resume, complete = self._config.resume, self.checkpoints.complete()
+        newest, steps = (complete[-1] if complete else None), self._logged_steps()
         if resume == "never":
             if newest is not None or steps:
                 raise ConfigError(
@@ -106,32 +149,106 @@ class RunDirectory:
                     'run_dir, or resume = "auto" to go on'
                 )
             return None
-        if newest is None and steps:
+        if resume == "auto":
+            if newest is None and steps:
+                raise ConfigError(
+                    f'resume = "auto": run_dir = "{self.path}" holds {steps} train steps and no complete checkpoint; '
+                    "use another run_dir, or remove this one to start anew"
+                )
+            return newest
+        path = Path(resume)
+        if not (path / "manifest.json").exists():
+            raise ConfigError(f'resume = "{resume}" is not a complete checkpoint: it has no manifest.json')
+        if self.checkpoints.owns(path) or not (newest or steps):
+            return path
+        if newest is None or load_manifest(newest).origin != str(path.resolve()):
             raise ConfigError(
-                f'resume = "auto": run_dir = "{self.path}" holds {steps} train steps and no complete checkpoint; use '
-                "another run_dir, or remove this one to start anew"
+                f'resume = "{resume}" is a checkpoint of another run, and run_dir = "{self.path}" holds a run of its '
+                f'own, of {steps} train steps; use another run_dir, or resume = "auto" to go on with the one here'
             )
         return newest
 
-    def require_fits(self, manifest: Manifest) -> None:
-        """Raises CheckpointError when the configuration changed in what a resume may not change."""
-        for key, value in self.fixed.items():
-            if key in manifest.fixed and manifest.fixed[key] != value:
-                raise CheckpointError(
-                    f"{key} was {manifest.fixed[key]!r} when {self.path} was made and is {value!r} now; a resume "
-                    "cannot change it: set it back or use another run_dir"
-                )
+    def resume(self, experience: type[Experience]) -> Resume | None:
+        """Read the checkpoint to go on from; of this directory's own the newest that is not torn.
 
-    def write_config(self) -> None:
-        """Write the resolved configuration beside the run."""
-        (self.path / "config.toml").write_text(self._resolved)
+        Raises ConfigError as `resume_path` does and when the configuration has changed in what a resume cannot
+        change, CheckpointError when no checkpoint can be read.
+        """
+        path = self.resume_path()
+        if path is None:
+            return None
+        own, asked = self.checkpoints.owns(path), path == Path(self._config.resume)
+        older = [p for p in reversed(self.checkpoints.complete()) if not asked and step_of(p) < step_of(path)]
+        torn: list[str] = []
+        for candidate in (path, *older):
+            try:
+                manifest, payloads = load_checkpoint(candidate, experience)
+            except TornCheckpoint as problem:
+                torn.append(str(problem))
+                continue
+            self._require_fits(candidate, manifest)
+            warnings = tuple(f"{problem}; going on from {candidate.name} instead" for problem in torn)
+            return Resume(candidate, manifest, payloads, own, warnings)
+        raise ConfigError(
+            f'resume = "{self._config.resume}": no checkpoint can be read: {"; ".join(torn)}; put the file back, or use '
+            "another run_dir"
+        )
+
+    def begin(self, resumed: Resume | None) -> None:
+        """From here on the directory is this run's: write its configuration, remove what it does not go on from."""
+        self._begun = True
+        self.checkpoints.begin(resumed.manifest.train_step if resumed is not None and resumed.own else None)
+        if not self.final.exists():
+            self.final.unlink(missing_ok=True)
+        write_atomically(self.path / "config.toml", self._resolved.encode())
 
     def link_final(self, checkpoint: Path, group: str) -> None:
-        """Point `final` at a group's directory of a checkpoint, atomically."""
+        """Point `final` at a group's directory of a checkpoint, atomically; one of the very start has none."""
+        if not (checkpoint / group).is_dir():
+            return
         draft = self.path / ".final.partial"
         draft.unlink(missing_ok=True)
         draft.symlink_to(Path(os.path.relpath(checkpoint / group, self.path)))
         draft.replace(self.final)
+
+    @property
+    def linked(self) -> Path | None:
+        """The checkpoint that `final` leads to, which has to stay."""
+        return self.final.resolve().parent if self.final.exists() else None
+
+    # ---- what lies here ----------------------------------------------------------------------------------------------
+    def _require_fits(self, checkpoint: Path, manifest: Manifest) -> None:
+        for key, value in self.fixed.items():
+            if key in manifest.fixed and manifest.fixed[key] != value:
+                raise ConfigError(
+                    f"{key} was {manifest.fixed[key]!r} when {checkpoint} was made and is {value!r} now; a resume "
+                    "cannot change it: set it back or use another run_dir"
+                )
+
+    def _data_is_used_up(self, manifest: Manifest) -> bool:
+        """Is the data no longer than when it ended the run? Where its length is not known, equal configurations say."""
+        if self._prompt_count is None or manifest.ledger.data_count is None:
+            return next(self._differences(), None) is None
+        return self._prompt_count <= manifest.ledger.data_count
+
+    def _differences(self) -> Iterator[tuple[str, Any, Any]]:
+        """(dotted key, value then, value now) where the configuration that lies here is another. Raises ConfigError."""
+        path = self.path / "config.toml"
+        try:
+            before = _flat(tomllib.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        now = _flat(tomllib.loads(self._resolved))
+        for key in sorted(before.keys() | now.keys()):
+            if key.split(".")[0] not in NOT_THE_RUN and before.get(key) != now.get(key):
+                yield key, before.get(key), now.get(key)
+
+    def _summary(self) -> dict[str, Any]:
+        try:
+            found: object = json.loads((self.path / "summary.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return cast(dict[str, Any], found) if isinstance(found, dict) else {}
 
     def _logged_steps(self) -> int:
         try:
@@ -139,3 +256,18 @@ class RunDirectory:
                 return sum(1 for _ in file)
         except OSError:
             return 0
+
+
+def _flat(table: dict[str, Any], where: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = cast(dict[str, Any], value) if isinstance(value, dict) else None
+        flat |= {f"{where}{key}": value} if inner is None else _flat(inner, f"{where}{key}.")
+    return flat
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    """Innermost first."""
+    for directory in directories:
+        with contextlib.suppress(OSError):
+            directory.rmdir()

@@ -45,7 +45,7 @@ class StopSignals:
             yield
         finally:
             for number, handler in zip(NUMBERS, before, strict=True):
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextlib.contextmanager
     def asking(self, ask: Callable[[signal.Signals], None], last_words: Callable[[], None]) -> Generator[None]:

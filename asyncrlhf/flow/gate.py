@@ -183,7 +183,7 @@ class Gate:
         self.hand_over(prompt)
         if not self.ledger.live[prompt.uid].tokens:
             for number, sample in enumerate(experience.rollout.samples):
-                for segment in sample.segments:
+                for segment in (s for s in sample.segments if s.source != "environment"):
                     self.ledger.report(prompt.uid, prompt.attempt, number, segment.version, segment.token_count)
         self.ledger.ready(
             prompt.uid, prompt.attempt, byte_count=_byte_count(experience), trainable=experience.trainable

@@ -365,9 +365,11 @@ class RolloutGroup(Group):
 
 
 def answer_seed(run: int, uid: int, attempt: int, number: int) -> int:
-    """A 63-bit seed for one answer, equal in every run of the same seed."""
-    mixed = run & 0xFFFFFFFF
+    """A 63-bit seed for one answer, equal in every run of the same seed and different for every answer of a run."""
+    mixed = run
     for part in (uid, attempt, number):
         mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) & (2**64 - 1)
-        mixed ^= mixed >> 29
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)  # the finalizer of splitmix64
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
+        mixed ^= mixed >> 31
     return mixed >> 1

@@ -28,6 +28,7 @@ from tests.integration.torch_scene import (
     EntropyLoss,
     KLLoss,
     PolicyLoss,
+    RawRatioLoss,
     SequenceMeanLoss,
     SequenceRatioLoss,
     ValueLoss,
@@ -216,6 +217,17 @@ def test_n7_a_masked_token_may_hold_anything(model: str, kind: type[Loss], colum
     row, place = next((i, int(np.argmin(m))) for i, m in enumerate(masks) if m.any() and not m.all())
     found = gradients(trainer(model), replace_token(batch, column, row, place, bad), kind())
     assert distance(found, gradients(trainer(model), batch, kind())) < 1e-6
+
+
+def test_n7_what_a_loss_makes_of_a_masked_token_is_selected_away(model: str) -> None:
+    batch = make_batch()
+    masks = batch.columns["mask"].fetch()
+    row, place = next((i, int(np.argmin(m))) for i, m in enumerate(masks) if m.any() and not m.all())
+    exploding = replace_token(batch, "behaviour_logprobs", row, place, -1e5)
+    expected = gradients(trainer(model), batch, RawRatioLoss())
+    assert distance(gradients(trainer(model), exploding, RawRatioLoss()), expected) < 1e-6
+    metrics = trainer(model).step(exploding, pack(RawRatioLoss())).metrics
+    assert metrics == pytest.approx(trainer(model).step(batch, pack(RawRatioLoss())).metrics)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -66,6 +66,13 @@ class SequenceRatioLoss(ops.Loss, frozen=True):
         return -ratio * batch.advantages
 
 
+class RawRatioLoss(ops.Loss, frozen=True):
+    """A loss that does not clamp: its value and gradient are infinite for a token with a tiny behaviour log-prob."""
+
+    def __call__(self, new: ops.TokenStats, batch: ops.MicroBatch) -> torch.Tensor:
+        return -(new.logprobs - batch.behaviour_logprobs).exp() * batch.advantages
+
+
 class KLLoss(ops.Loss, frozen=True):
     def __call__(self, new: ops.TokenStats, batch: ops.MicroBatch) -> torch.Tensor:
         return ops.k3(new.logprobs, batch.reference_logprobs)

@@ -1,0 +1,85 @@
+"""A run and the runs it builds on (`after`), checked before any of them begins. Torch-free, writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrlhf.backends.rules import RewardRunner
+from asyncrlhf.build import Models, reward_runners
+from asyncrlhf.config.load import load, resolved
+from asyncrlhf.config.schema import Config
+from asyncrlhf.control.rundir import RunDirectory
+from asyncrlhf.data.source import Dataset, open_dataset
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.wiring import Wiring, wire
+
+__all__ = ("Stage", "prepare")
+
+
+class Stage(NamedTuple):
+    """One run: what its configuration names outside itself has been found."""
+
+    config: Config
+    wiring: Wiring
+    text: str
+    """The resolved configuration."""
+    directory: RunDirectory
+    dataset: Dataset
+    held_out: Dataset | None
+    rewards: Mapping[str, RewardRunner]
+    after: tuple[Stage, ...]
+    """Stages that have to be complete first."""
+
+    def all_after(self) -> Iterator[Stage]:
+        """`after`, and what those build on."""
+        for stage in self.after:
+            yield stage
+            yield from stage.all_after()
+
+
+def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
+    """Raises ConfigError or DataError for anything that can be seen to be wrong. `chain`: files that lead here."""
+    wiring = wire(config)
+    evaluation = config.evaluation
+    dataset = open_dataset(config.data, config.seed)
+    held_out = open_dataset(evaluation.rows(config.data), config.seed, "evaluation") if evaluation.every else None
+    rewards = reward_runners(wiring)
+    after: list[Stage] = []
+    for path in config.after:
+        if path in chain:
+            raise ConfigError(f"after: {path} comes after itself; take it out of one of the files")
+        after.append(prepare(load(path), (*chain, path)))
+    text = resolved(config, wiring.tables)
+    directory = RunDirectory(config, text, _fixed(config, wiring, dataset), dataset.count)
+    stage = Stage(config, wiring, text, directory, dataset, held_out, rewards, tuple(after))
+    own = directory.path.resolve()
+    for other in stage.all_after():
+        if other.directory.path.resolve() == own:
+            raise ConfigError(f'run_dir = "{config.run_dir}" is also that of a stage in `after`; give each its own')
+    Models.require(config, wiring, [other.directory.path for other in stage.all_after()])
+    return stage
+
+
+def _fixed(config: Config, wiring: Wiring, dataset: Dataset) -> dict[str, object]:
+    """What a resume may not change."""
+    data = config.data
+    fixed: dict[str, object] = {
+        "algorithm": config.algorithm,
+        "seed": config.seed,
+        "data.path": data.path,
+        "data.source": data.source,
+        "data.options": data.options,
+        "data.shuffle": data.shuffle,
+        "the number of data rows": dataset.report.row_count,
+    }
+    for name in wiring.of_role("policy", "critic"):
+        for key in ("model", "scratch"):
+            fixed[f"groups.{name}.{key}"] = getattr(wiring.tables[name], key)
+    return fixed
+
+
+def is_below(path: Path, directories: list[Path]) -> bool:
+    """Does `path` lie in one of the directories, whether they exist or not?"""
+    return any(directory.resolve() in path.resolve().parents for directory in directories)
