@@ -70,6 +70,8 @@ class Limits(Table, frozen=True, kw_only=True):
     """Seconds from lease to ready after which a prompt is leased again; below stall_timeout; 0: never."""
     stall_timeout: PositiveAmount = 1800.0
     """Seconds without any progress after which the run ends as stalled."""
+    logprob_gap: Amount = 0.1
+    """Nats by which sampler and trainer may differ on a token of the same weights before a warning; 0: no warning."""
     wait_timeout: PositiveAmount = 60.0
     """Seconds that `at_deadline = "wait"` waits before it drops."""
 

@@ -15,13 +15,12 @@ from asyncrlhf.messages import (
     Array,
     ArrayColumn,
     EngineEvent,
-    Failed,
     StepResult,
     TrainBatch,
     WeightHandle,
     pack,
 )
-from asyncrlhf.observe.events import OptimizerStep
+from asyncrlhf.observe.events import OptimizerStep, Warned
 from asyncrlhf.observe.log import EventLog
 
 if TYPE_CHECKING:
@@ -36,9 +35,17 @@ class TrainGroup(Group):
     """A trained model. One engine; its requests run one after another."""
 
     def __init__(
-        self, name: str, log: EventLog, runtime: Runtime, spec: EngineSpec, *, needs_proximal: bool = False
+        self,
+        name: str,
+        log: EventLog,
+        runtime: Runtime,
+        spec: EngineSpec,
+        *,
+        needs_proximal: bool = False,
+        gap_alarm: float = 0.0,
     ) -> None:
-        """`needs_proximal`: the off-policy correction compares with the policy at the start of the train step."""
+        """`needs_proximal`: the off-policy correction compares with the policy at the start of the train step.
+        `gap_alarm`: warn when sampler and trainer differ by more at lag 0, in nats per token; 0: never."""
         super().__init__(name, log)
         self.spec = spec
         self.optimizer_steps = 0
@@ -46,10 +53,10 @@ class TrainGroup(Group):
         self.rejections_since_publish: list[str] = []
         self._runtime = runtime
         self._engine: EngineHandle | None = None
-        self._failure: str | None = None
         self._needs_proximal = needs_proximal
-        self._proximal: tuple[int, ArrayColumn] | None = None
-        self._stepped: int | None = None
+        self._proximal: tuple[TrainBatch, ArrayColumn] | None = None
+        self._stepped: TrainBatch | None = None
+        self._gap_alarm = gap_alarm
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
@@ -130,6 +137,15 @@ class TrainGroup(Group):
                 seconds=seconds,
             )
         )
+        gap = result.metrics.get("logprob_gap", 0.0)
+        if 0 < self._gap_alarm < gap:
+            self.emit(
+                Warned(
+                    message=f"train step {batch.train_step}: sampler and trainer differ by {gap:.3g} nats on a token "
+                    f"of the same weights (limits.logprob_gap = {self._gap_alarm:g}); check dtype, temperature and the "
+                    "weights that the rollout engines hold"
+                )
+            )
 
     async def _with_proximal(self, batch: TrainBatch) -> TrainBatch:
         """One optimizer step on the popped batch takes the detached current log-probs (the engine does); mini-batches
@@ -137,15 +153,15 @@ class TrainGroup(Group):
         if not self._needs_proximal:
             return batch
         if batch.whole is None:
-            if self._stepped == id(batch):
+            if self._stepped is batch:
                 raise ValueError(
                     f"train step {batch.train_step}: a second optimizer step on the same whole batch would compare "
                     "with weights that the first has changed; use batch.minibatches(count, epochs=...)"
                 )
-            self._stepped = id(batch)
+            self._stepped = batch
             return batch
-        if self._proximal is None or self._proximal[0] != id(batch.whole):
-            self._proximal = id(batch.whole), await self._proximal_of(batch.whole)
+        if self._proximal is None or self._proximal[0] is not batch.whole:
+            self._proximal = batch.whole, await self._proximal_of(batch.whole)
         return batch.with_columns(proximal_logprobs=self._proximal[1].take(batch.rows))
 
     async def _proximal_of(self, whole: TrainBatch) -> ArrayColumn:
@@ -159,8 +175,7 @@ class TrainGroup(Group):
 
     def _on_events(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
-            if not self.emit_busy(self.spec.rank, event) and isinstance(event, Failed):
-                self._failure = event.reason
+            self.emit_busy(self.spec.rank, event)  # a failure reaches the caller of the verb
 
 
 class PolicyGroup(TrainGroup):
