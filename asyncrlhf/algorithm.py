@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
-from asyncrlhf.errors import AsyncRLHFError, GroupError, LeaseLost, QueueClosed, SampleError, Stalled
+from asyncrlhf.errors import AsyncRLHFError, LeaseLost, SampleError, Stalled
 from asyncrlhf.flow.gate import Gate
 
 __all__ = ("Algorithm", "Stage", "cause_of", "gather", "run_algorithm")
@@ -19,6 +19,8 @@ __all__ = ("Algorithm", "Stage", "cause_of", "gather", "run_algorithm")
 A = TypeVar("A")
 B = TypeVar("B")
 Stage = Callable[[], Awaitable[None]]
+IDLE_RETURNS = 1000
+"""Returns of a worker in a row, while no prompt is taken, that end the run."""
 
 
 async def gather(first: Awaitable[A], second: Awaitable[B]) -> tuple[A, B]:
@@ -27,10 +29,16 @@ async def gather(first: Awaitable[A], second: Awaitable[B]) -> tuple[A, B]:
     async def awaited(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
 
+    task = asyncio.current_task()
+    assert task is not None
+    cancelling = task.cancelling()
     try:
         async with asyncio.TaskGroup() as tasks:
-            a, b = tasks.create_task(awaited(first)), tasks.create_task(awaited(second))
+            a = tasks.create_task(first if asyncio.iscoroutine(first) else awaited(first))
+            b = tasks.create_task(second if asyncio.iscoroutine(second) else awaited(second))
     except BaseExceptionGroup as errors:
+        while task.cancelling() > cancelling:  # by the TaskGroup, which forgets it up to Python 3.12
+            task.uncancel()
         raise errors.exceptions[0] from None
     return a.result(), b.result()
 
@@ -81,6 +89,7 @@ async def run_algorithm(
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(_service(service), name=_name(service)) for service in services]
+            callbacks = tasks.create_task(_watch_callbacks(), name="callback watch")
             await start()
             watch = tasks.create_task(_watch(gate, stall_timeout), name="stall watch")
             pool = [
@@ -89,6 +98,7 @@ async def run_algorithm(
                 for number in range(workers)
             ]
             await algorithm.train()
+            gate.require_closed()
             gate.stop()
             watch.cancel()
             for worker in pool:
@@ -98,37 +108,53 @@ async def run_algorithm(
             for function in close:
                 function()
             await asyncio.wait(running)
+            callbacks.cancel()
     except BaseExceptionGroup as errors:
         raise cause_of(errors) from errors
 
 
 async def _work(stage: Stage, gate: Gate) -> None:
-    """One worker. Consumes leases through the iterators of its stage; waits at the gate; ends with the run."""
-    task = asyncio.current_task()
-    assert task is not None
-    idle_returns = 0
+    """One worker. Consumes leases through the iterators of its stage; waits at the gate; ends with the run.
+
+    The stage runs in a task of its own, which the gate cancels when its lease is lost: that is data, and the worker
+    goes on. Whoever cancels the worker itself ends both.
+    """
+    idle_returns, granted = 0, gate.granted
     while not gate.ended:
-        try:
-            await stage()
-        except asyncio.CancelledError:
-            if not gate.was_lost(task):
-                raise
-            task.uncancel()
-        except (LeaseLost, QueueClosed):
-            continue
-        except (GroupError, TypeError):
-            raise
-        except Exception as error:  # the lease's own failure: counted and named, and the worker goes on
-            if not gate.fail(task, error):
-                raise
-        else:
-            idle_returns = 0 if gate.filter_held(task) else idle_returns + 1
-            if idle_returns > 1000 and not gate.ended:
+        task = await _run_alone(stage)
+        error = RuntimeError("cancelled by something it awaits") if task.cancelled() else task.exception()
+        if gate.was_lost(task) or isinstance(error, LeaseLost):
+            gate.filter_held(task)
+        elif error is None:
+            gate.filter_held(task)
+            idle_returns, granted = (idle_returns + 1 if granted == gate.granted else 0), gate.granted
+            if idle_returns > IDLE_RETURNS:
                 raise RuntimeError(
-                    f"{_name(stage)}() has returned {idle_returns} times without taking a prompt; loop over "
+                    f"{_name(stage)}() has returned {idle_returns} times, and nobody takes a prompt; loop over "
                     "`async for prompt in self.prompts` until it ends"
                 )
-            await asyncio.sleep(0)
+        elif _ends_the_run(error) or not gate.fail(task, error):
+            raise error
+        await asyncio.sleep(0)
+
+
+def _ends_the_run(error: BaseException) -> bool:
+    """Else it is the lease's own failure: counted and named, and the worker goes on."""
+    return isinstance(error, AsyncRLHFError) and not isinstance(error, SampleError)
+
+
+async def _run_alone(stage: Stage) -> asyncio.Task[None]:
+    """The stage's task, done. Cancelling the caller cancels and awaits it."""
+    task = asyncio.ensure_future(_service(stage))
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # the caller's end is what counts, not this one's
+        raise
+    return task
 
 
 async def _service(service: Stage) -> None:
@@ -143,10 +169,32 @@ async def _watch(gate: Gate, stall_timeout: float) -> None:
         quiet = 0.0 if since is None else loop.time() - max(since, gate.last_moved)
         if quiet >= stall_timeout:
             raise Stalled(
-                f"train step {gate.ledger.step} has waited for its batch, and nothing has moved for {quiet:.0f} s "
+                f"train step {gate.ledger.step} waits, and nothing has moved for {quiet:.0f} s "
                 f"(limits.stall_timeout = {stall_timeout:g} s); {gate.oldest()}"
             )
         await asyncio.sleep(stall_timeout - quiet)
+
+
+async def _watch_callbacks() -> None:
+    """Raises what a callback of the event loop raised (an engine's events, a timer): nobody else awaits those."""
+    loop = asyncio.get_running_loop()
+    failed: asyncio.Future[None] = loop.create_future()
+    before = loop.get_exception_handler()
+
+    def caught(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "handle" in context and isinstance(error, Exception) and not failed.done():
+            failed.set_exception(error)
+        elif before is not None:
+            before(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(caught)
+    try:
+        await failed
+    finally:
+        loop.set_exception_handler(before)
 
 
 def _name(stage: Stage) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,17 @@ from asyncrlhf.backends.rules import RewardRunner
 from asyncrlhf.backends.torch.options import OptimizerOptions, SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.config.groups import Rules, TorchRollout, TorchScore, TorchTrain
 from asyncrlhf.config.schema import Config
+from asyncrlhf.control.checkpoint import flush_tree
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.flow.gate import Gate
+from asyncrlhf.flow.ledger import LedgerRules
 from asyncrlhf.groups import CriticGroup, Group, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
 from asyncrlhf.groups.rollout import Sampling
 from asyncrlhf.messages import PerSample, Rollout
 from asyncrlhf.observe import EventLog
 from asyncrlhf.wiring import Wiring
 
-__all__ = ("Models", "RuleScorer", "build_groups")
+__all__ = ("Models", "RuleScorer", "build_groups", "ledger_rules", "reward_runners", "starters")
 
 TRAINER = "asyncrlhf.backends.torch.train:TorchTrainer"
 SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
@@ -41,16 +44,19 @@ class Models:
     """Tokens a sequence may have, from the model's configuration."""
 
     @classmethod
-    def require(cls, config: Config, wiring: Wiring) -> None:
-        """Raises ConfigError for a model directory that is not there; writes nothing."""
+    def require(cls, wiring: Wiring, to_come: Sequence[Path] = ()) -> None:
+        """Raises ConfigError for a model directory that is not there, unless it lies below a run directory `to_come`;
+        writes nothing."""
+        below = [directory.resolve() for directory in to_come]
         for name in wiring.of_role("policy", "critic", "rollout", "reference"):
             model = getattr(wiring.tables[name], "model", None)
-            if model is not None:
+            if model is not None and not any(directory in Path(model).resolve().parents for directory in below):
                 _require_model(f"groups.{name}.model", model)
 
     @classmethod
-    def prepare(cls, config: Config, wiring: Wiring, run_dir: Path) -> Models:
-        """Find every directory, write models that start from scratch, load the tokenizer. Raises ConfigError."""
+    def prepare(cls, config: Config, wiring: Wiring, run_dir: Path, *, anew: bool) -> Models:
+        """Find every directory, write models that start from scratch (`anew`: again), load the tokenizer. Raises
+        ConfigError."""
         from asyncrlhf.backends.torch.guard import guard_torchvision
 
         guard_torchvision()
@@ -58,13 +64,16 @@ class Models:
 
         directories: dict[str, str] = {}
         for name in wiring.of_role("policy", "critic"):
-            directories[name] = _trained_directory(config, name, wiring.tables[name], run_dir)
+            directories[name] = _trained_directory(config, name, wiring.tables[name], run_dir, anew=anew)
         first = directories[wiring.of_role("policy", "critic")[0]]
         for name in wiring.of_role("rollout", "reference"):
             table: Any = wiring.tables[name]
             directories[name] = table.model or directories.get(getattr(table, "follows", ""), first)
-        tokenizer = AutoTokenizer.from_pretrained(first)
-        shape = json.loads((Path(first) / "config.json").read_bytes())
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(first)
+            shape = json.loads((Path(first) / "config.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{first}: the tokenizer cannot be loaded: {_first_line(error)}") from error
         return cls(
             directories=directories,
             tokenizer=tokenizer,
@@ -99,6 +108,25 @@ def reward_runners(wiring: Wiring) -> dict[str, RewardRunner]:
     }
 
 
+def ledger_rules(config: Config) -> LedgerRules:
+    """The staleness contract's knobs."""
+    return LedgerRules(
+        prompts_per_step=config.prompts_per_step,
+        max_staleness=config.max_staleness,
+        lookahead=config.lookahead or 0,
+        publish_every=config.publish.every,
+        byte_limit=config.limits.byte_limit or None,
+        at_deadline=config.at_deadline,
+        order=config.order,
+        answers_per_prompt=config.answers_per_prompt,
+        max_attempts=config.limits.max_attempts,
+        max_filtered=config.limits.max_filtered,
+        max_void_steps=config.limits.max_void_steps,
+        last=config.data.last,
+        train_steps=config.train_steps,
+    )
+
+
 def build_groups(
     config: Config,
     wiring: Wiring,
@@ -122,7 +150,7 @@ def build_groups(
                 group=name, rank=0, engine=TRAINER, options=options, threads=table.threads, core=table.core
             )
             proximal = role == "policy" and config.off_policy != "none"
-            groups[name] = kind(name, log, runtime, spec, needs_proximal=proximal)
+            groups[name] = kind(name, log, runtime, spec, needs_proximal=proximal, gap_alarm=config.limits.logprob_gap)
         elif isinstance(table, TorchRollout):
             groups[name] = _rollout_group(config, name, table, models, runtime, gate, log)
         elif isinstance(table, TorchScore):
@@ -237,21 +265,34 @@ def _trainer_options(
     )
 
 
-def _trained_directory(config: Config, name: str, table: Any, run_dir: Path) -> str:
+def _trained_directory(config: Config, name: str, table: Any, run_dir: Path, *, anew: bool) -> str:
     if table.scratch is None:
         return table.model
     directory = run_dir / "initial" / name
-    if not (directory / "config.json").exists():
+    if anew or not (directory / "config.json").exists():
         from asyncrlhf.backends.torch.scratch import write_model
 
-        scratch = table.scratch
-        write_model(
-            directory,
-            model_type=scratch.model_type,
-            characters=scratch.characters,
-            config=scratch.config,
-            seed=config.seed,
-        )
+        scratch, draft = table.scratch, directory.with_name(f".{name}.partial")
+        shutil.rmtree(draft, ignore_errors=True)
+        try:
+            write_model(
+                draft,
+                model_type=scratch.model_type,
+                characters=scratch.characters,
+                config=scratch.config,
+                seed=config.seed,
+            )
+            flush_tree(draft)
+            shutil.rmtree(directory, ignore_errors=True)
+            draft.rename(directory)
+            flush_tree(directory.parent)
+        except ConfigError as error:
+            raise ConfigError(f"groups.{name}.scratch: {error}") from error
+        except Exception as error:  # whatever the disk or a field of the model's configuration raises
+            raise ConfigError(
+                f"groups.{name}.scratch: no model can be written to {directory}: {type(error).__name__}: "
+                f"{_first_line(error)}"
+            ) from error
     return str(directory)
 
 
@@ -261,6 +302,10 @@ def _require_model(key: str, model: str) -> None:
             f'{key} = "{model}" is not a Hugging Face directory: {Path(model) / "config.json"} is missing; give a '
             "directory with config.json, weights and tokenizer"
         )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _stop_tokens(directory: Path, tokenizer: Any) -> tuple[int, ...]:

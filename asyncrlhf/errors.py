@@ -6,6 +6,7 @@ AsyncRLHFError
   SampleError          one prompt cannot be answered or scored          (also a ValueError)
   LeaseLost            a late result: its lease was dropped or leased again
   QueueClosed          the other side has finished
+  WrongItem            a queue was given an item of another type        (also a TypeError)
   CheckpointError      a checkpoint is missing, torn or does not fit    (also an OSError)
   GroupError           an engine of a group failed: group, rank, cause  (also a RuntimeError)
   RunEnded             the run ends before its train steps, by name
@@ -35,6 +36,7 @@ __all__ = (
     "RunEnded",
     "SampleError",
     "Stalled",
+    "WrongItem",
 )
 
 
@@ -60,6 +62,10 @@ class LeaseLost(AsyncRLHFError):
 
 class QueueClosed(AsyncRLHFError):
     """The other side of the queue has finished."""
+
+
+class WrongItem(AsyncRLHFError, TypeError):
+    """A queue was given an item of another type than its annotation names; the run ends."""
 
 
 class CheckpointError(AsyncRLHFError, OSError):

@@ -9,203 +9,186 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
 
 from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm
-from asyncrlhf.backends.rules import RewardRunner
-from asyncrlhf.build import Models, build_groups, reward_runners, starters
+from asyncrlhf.build import Models, build_groups, ledger_rules, starters
 from asyncrlhf.config.derive import derive
-from asyncrlhf.config.load import load, resolved
 from asyncrlhf.config.schema import Config, Data
-from asyncrlhf.control.checkpoint import FORMAT, Manifest
+from asyncrlhf.control.checkpoint import FORMAT, Manifest, encode_payloads
 from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.control.evaluation import Evaluator
-from asyncrlhf.control.rundir import RunDirectory
+from asyncrlhf.control.rundir import Resume
+from asyncrlhf.control.signals import StoppedEarly, StopSignals
 from asyncrlhf.data.prompts import PromptEncoder
-from asyncrlhf.data.source import Dataset, open_dataset
+from asyncrlhf.data.source import Dataset
 from asyncrlhf.data.stream import PromptStream
-from asyncrlhf.errors import AsyncRLHFError, SampleError
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError, Exhausted, PublishRefused, SampleError
 from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.gate import Gate
-from asyncrlhf.flow.ledger import Ledger, LedgerRules
+from asyncrlhf.flow.ledger import Ledger
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
 from asyncrlhf.groups import RewardGroup, RolloutGroup, TrainGroup
-from asyncrlhf.messages import Experience, Prompt, pack, unpack
+from asyncrlhf.messages import Prompt, pack, unpack
 from asyncrlhf.observe import Checkpointed, GroupShape, Observer, RunEnded, RunStarted, Warned
 from asyncrlhf.runtimes.inproc import InprocRuntime
-from asyncrlhf.wiring import Wiring, wire
+from asyncrlhf.stages import Stage, prepare
 
 __all__ = ("check", "run")
 
 
 def check(config: Config) -> str:
     """The resolved configuration and what follows from it, as text. Raises ConfigError, DataError. Loads no torch."""
-    wiring = wire(config)
-    _open(config, wiring)
-    return f"{resolved(config, wiring.tables)}\n" + "\n".join(derive(config).lines())
+    return f"{prepare(config).text}\n" + "\n".join(derive(config).lines())
 
 
 def run(config: Config) -> int:
-    """Run to the end. 0: completed; 1: failed; 128 + signal: stopped. Raises ConfigError before anything is written."""
-    wiring = wire(config)
-    opened = _open(config, wiring)
-    for path in config.after:
-        code = _run_first(load(path))
-        if code:
-            return code
-    directory = _directory(config, wiring)
+    """Run to the end. 0: completed; 1: failed; 128 + signal: stopped. Raises ConfigError or DataError, and has then
+    written nothing."""
+    signals = StopSignals()
+    with signals.installed():
+        try:
+            stage = prepare(config)
+            for other in stage.all_after():
+                other.directory.require_usable()
+            return _run(stage, signals)
+        except StoppedEarly:
+            print(f"\nstopped before {config.run_dir} began", file=sys.stderr)
+            return signals.exit_code
+        except CheckpointError as problem:
+            raise ConfigError(str(problem)) from problem
+
+
+def _run(stage: Stage, signals: StopSignals, *, first: bool = False) -> int:
+    """`first`: another run builds on this one."""
+    directory = stage.directory
     if (done := directory.completed()) is not None:
-        print(done)
+        print(f"{directory.path}: complete, reused" if first else done)
         return 0
-    Models.require(config, wiring)
+    directory.resume_path()
     with directory.locked():
-        return _run(config, wiring, directory, opened)
+        for other in stage.after:
+            if code := _run(other, signals, first=True):
+                return code
+        Models.require(stage.wiring)
+        return _train(stage, signals)
 
 
-class Opened(NamedTuple):
-    """What a configuration names outside itself, found and checked."""
-
-    dataset: Dataset
-    held_out: Dataset | None
-    rewards: Mapping[str, RewardRunner]
-
-
-def _open(config: Config, wiring: Wiring) -> Opened:
-    """Open the data and import the reward functions. Raises ConfigError or DataError."""
-    evaluation = config.evaluation
-    return Opened(
-        open_dataset(config.data, config.seed),
-        open_dataset(evaluation.rows(config.data), config.seed, "evaluation") if evaluation.every else None,
-        reward_runners(wiring),
-    )
-
-
-def _run_first(config: Config) -> int:
-    """A run that another one builds on; one that is complete is not run again."""
-    directory = _directory(config, wire(config))
-    if directory.completed() is not None:
-        directory.require_same_configuration()
-        print(f"{config.run_dir}: complete, reused")
-        return 0
-    return run(config)
-
-
-def _directory(config: Config, wiring: Wiring) -> RunDirectory:
-    trained = {
-        f"groups.{name}.{key}": getattr(wiring.tables[name], key)
-        for name in wiring.of_role("policy", "critic")
-        for key in ("model", "scratch")
-    }
-    data = config.data
-    fixed = {
-        "algorithm": config.algorithm,
-        "seed": config.seed,
-        "data.path": data.path,
-        "data.source": data.source,
-        "data.options": data.options,
-        "data.shuffle": data.shuffle,
-        **trained,
-    }
-    return RunDirectory(config, resolved(config, wiring.tables), fixed)
-
-
-def _run(config: Config, wiring: Wiring, directory: RunDirectory, opened: Opened) -> int:
-    threads = max((getattr(table, "threads", 1) for table in wiring.tables.values()), default=1)
+def _train(stage: Stage, signals: StopSignals) -> int:
+    threads = max((getattr(table, "threads", 1) for table in stage.wiring.tables.values()), default=1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when torch is imported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    resumed = directory.resume_from()
-    models = Models.prepare(config, wiring, directory.path)
+    resumed = stage.directory.resume(stage.wiring.experience_type)
+    anew = resumed is None or not resumed.own
+    models = Models.prepare(stage.config, stage.wiring, stage.directory.path, anew=anew)
     runner: Callable[[Any], int] = asyncio.run
     with contextlib.suppress(ImportError):
         import uvloop
 
         runner = uvloop.run
-    session = Session(config, wiring, directory, models, opened)
-    return runner(session.run(resumed))
+    return runner(Session(stage, models, signals).run(resumed))
 
 
 class Session:
     """One run: its parts, and how they start, save and end."""
 
-    def __init__(
-        self,
-        config: Config,
-        wiring: Wiring,
-        directory: RunDirectory,
-        models: Models,
-        opened: Opened,
-    ) -> None:
-        self.config, self.wiring, self.directory, self.models = config, wiring, directory, models
-        self.dataset, self.held_out, self.rewards = opened
-        self.stopped_by: signal.Signals | None = None
-        self.saved: Path | None = None
+    def __init__(self, stage: Stage, models: Models, signals: StopSignals) -> None:
+        self.config, self.wiring, self.directory = stage.config, stage.wiring, stage.directory
+        self.stage, self.models, self.signals = stage, models, signals
+        self.origin = ""
+        self.warnings: list[str] = []
+        self.started = self.left_out = False
 
-    async def run(self, resumed: Path | None) -> int:
-        """Build, train, save. Whatever ends it, summary.json says so and nothing is left running."""
-        config = self.config
-        self.observer = Observer(
-            self.directory.path, console=config.observe.console, trackers=tuple(config.observe.trackers)
-        )
-        self.runtime = InprocRuntime()
-        status, reason, message, code = "completed", "", "", 0
+    async def run(self, resumed: Resume | None) -> int:
+        """Build, train, save. Whatever ends it, summary.json says so and nothing is left running. Raises ConfigError,
+        DataError or CheckpointError before anything is written."""
+        loop, observe = asyncio.get_running_loop(), self.config.observe
+        self.observer = Observer(self.directory.path, console=observe.console, trackers=tuple(observe.trackers))
+        with self.signals.asking(lambda: loop.call_soon_threadsafe(self._stop), self._last_words):
+            try:
+                self._prepare(resumed)
+            except BaseException:
+                self.observer.close()
+                raise
+            return self._report(await self._run(resumed))
+
+    async def _run(self, resumed: Resume | None) -> RunEnded:
         try:
-            with self._signals():
-                await self._build(resumed)
-                await self._train()
-                await self._save(self.coordinator.version)
-                policy = self.wiring.of_role("policy", "critic")[0]
-                self.directory.link_final(self.directory.checkpoints.path(self.coordinator.version), policy)
-                reason = self.gate.ledger.reason or "train() returned"
-                if self.stopped_by is not None:
-                    status, reason, code = "stopped", self.stopped_by.name, 128 + self.stopped_by
-                    message = f"saved at train step {self.coordinator.version}; the same command goes on from there"
+            self._begin(resumed)
+            await self._start(resumed)
+            await self._train()
+            return await self._finish()
         except Exception as problem:  # whatever it is, the run directory says how the run ended
             error = cause_of(problem)
-            status, reason, message, code = "failed", type(error).__name__, str(error), 1
             if not isinstance(error, AsyncRLHFError | OSError):
                 traceback.print_exception(error)
+            await self._save_after(error)
+            message = str(error)
+            if isinstance(error, OSError) and not isinstance(error, AsyncRLHFError):
+                message = f"{error.filename or self.directory.path}: {error.strerror or error}"
+            return self._ended("failed", type(error).__name__, message)
         finally:
             await self.runtime.close()
-        ended = RunEnded(status=status, reason=reason, message=message)  # pyright: ignore[reportArgumentType]
-        try:
-            self.observer.emit(ended)
-        finally:
-            self.observer.close()
-        if code == 1:
-            print(f"error: {reason}: {message}", file=sys.stderr)
-        return code
+            for runner in self.stage.rewards.values():
+                runner.close()
 
     # ---- building ------------------------------------------------------------------------------------------------
-    async def _build(self, resumed: Path | None) -> None:
-        config, wiring = self.config, self.wiring
-        manifest: Manifest | None = None
-        payloads: list[Experience] = []
+    def _prepare(self, resumed: Resume | None) -> None:
+        """Build everything that can be refused; nothing is written and no engine started."""
+        config, wiring, observer = self.config, self.wiring, self.observer
         if resumed is not None:
-            manifest, payloads = self.directory.checkpoints.load(resumed, wiring.experience_type)
-            self.directory.require_fits(manifest)
-            self.observer.truncate({"events": manifest.events_offset, "metrics": manifest.metrics_offset})
-        self.directory.write_config()
-        ledger = self._ledger(manifest, payloads)
-        log = self.observer.log
+            self.warnings += resumed.warnings
+            if resumed.own:
+                observer.log.check(resumed.manifest.events_offset)
+                observer.metrics.check(resumed.manifest.metrics_offset)
+                self.origin = resumed.manifest.origin
+            else:
+                self.origin = str(resumed.path.resolve())
+        ledger = self._ledger(resumed)
         self.gate = Gate(
             ledger,
-            self._stream(self.dataset, config.data),
-            log.emit,
+            self._stream(self.stage.dataset, config.data),
+            observer.log.emit,
             lease_timeout=config.limits.lease_timeout,
             wait_timeout=config.limits.wait_timeout,
         )
+        payloads = [] if resumed is None else resumed.payloads
         self.gate.payloads.update({e.prompt.uid: e for e in payloads if e.prompt.uid in ledger.live})
-        self.groups = build_groups(config, wiring, self.models, self.rewards, self.runtime, self.gate, log)
-        shapes = {name: GroupShape(role, self._ranks(name)) for name, role in wiring.roles.items()}
-        log.emit(
+        self.runtime = InprocRuntime()
+        self.groups = build_groups(
+            config, wiring, self.models, self.stage.rewards, self.runtime, self.gate, observer.log
+        )
+        self.trained = {name: group for name, group in self.groups.items() if isinstance(group, TrainGroup)}
+        self.coordinator = Coordinator(
+            self.gate,
+            list(self.trained.values()),
+            [g for g in self.groups.values() if isinstance(g, RolloutGroup)],
+            observer.log,
+            mode=config.publish.mode,
+            timeout=config.publish.timeout,
+            evaluator=self._evaluator(),
+            after_step=self._after_step,
+        )
+        self.algorithm = self._algorithm()
+        if resumed is not None and resumed.manifest.state is not None:
+            self.algorithm.state = unpack(resumed.manifest.state)
+
+    def _begin(self, resumed: Resume | None) -> None:
+        """From here on the run directory is this run's."""
+        config = self.config
+        self.directory.begin(resumed)
+        if resumed is not None and resumed.own:
+            manifest = resumed.manifest
+            self.observer.truncate({"events": manifest.events_offset, "metrics": manifest.metrics_offset})
+        self.observer.emit(
             RunStarted(
-                resumed_from=None if manifest is None else manifest.train_step,
+                resumed_from=None if resumed is None else resumed.manifest.train_step,
                 algorithm=config.algorithm,
                 seed=config.seed,
                 max_staleness=config.max_staleness,
@@ -213,61 +196,37 @@ class Session:
                 prompts_per_step=config.prompts_per_step,
                 answers_per_prompt=config.answers_per_prompt,
                 train_steps=config.train_steps,
-                groups=shapes,
+                groups={name: GroupShape(role, self._ranks(name)) for name, role in self.wiring.roles.items()},
             )
         )
-        if self.dataset.report.malformed_count:
-            log.emit(Warned(message=str(self.dataset.report)))
-        trained = [g for g in self.groups.values() if isinstance(g, TrainGroup)]
-        self.coordinator = Coordinator(
-            self.gate,
-            trained,
-            [g for g in self.groups.values() if isinstance(g, RolloutGroup)],
-            log,
-            mode=config.publish.mode,
-            timeout=config.publish.timeout,
-            evaluator=self._evaluator(),
-            after_step=self._after_step,
-        )
-        self.algorithm = self._algorithm()
+        if self.stage.dataset.report.malformed_count:
+            self.warnings.append(str(self.stage.dataset.report))
+        for message in self.warnings:
+            self.observer.emit(Warned(message=message))
+
+    async def _start(self, resumed: Resume | None) -> None:
+        """Start the engines and restore what they held; a run without a checkpoint of its own gets one."""
         async with asyncio.TaskGroup() as tasks:
             for start in starters(self.groups):
                 tasks.create_task(start())
-        if manifest is not None and resumed is not None:
+        if resumed is not None:
+            manifest = resumed.manifest
             self.coordinator.publish_count = manifest.publish_count
-            for group in trained:
-                group.optimizer_steps = manifest.optimizer_steps.get(group.name, 0)
-                if group.name in manifest.groups:
-                    await group.load(resumed / group.name)
-            if manifest.state is not None:
-                self.algorithm.state = unpack(manifest.state)
-        else:
-            await self._save(0, groups=False)
-        if self.stopped_by is not None:
-            self.gate.stop()
+            for name, group in self.trained.items():
+                group.optimizer_steps = manifest.optimizer_steps.get(name, 0)
+                if name in manifest.groups:
+                    await group.load(resumed.path / name)
+        if resumed is None or not resumed.own:
+            await self._save(groups=resumed is not None and bool(resumed.manifest.groups))
+        self.started = True
 
-    def _ledger(self, manifest: Manifest | None, payloads: list[Experience]) -> Ledger:
-        config = self.config
-        rules = LedgerRules(
-            prompts_per_step=config.prompts_per_step,
-            max_staleness=config.max_staleness,
-            lookahead=config.lookahead or 0,
-            publish_every=config.publish.every,
-            byte_limit=config.limits.byte_limit or None,
-            at_deadline=config.at_deadline,
-            order=config.order,
-            answers_per_prompt=config.answers_per_prompt,
-            max_attempts=config.limits.max_attempts,
-            max_filtered=config.limits.max_filtered,
-            max_void_steps=config.limits.max_void_steps,
-            last=config.data.last,
-            train_steps=config.train_steps,
-        )
-        if manifest is None:
-            return Ledger(rules, self.dataset.count)
-        ledger = Ledger.restore(rules, manifest.ledger, {experience.prompt.uid for experience in payloads})
-        ledger.data_count = self.dataset.count
-        self.dataset.resume(ledger.cursor, {*ledger.again, *ledger.live})
+    def _ledger(self, resumed: Resume | None) -> Ledger:
+        rules, dataset = ledger_rules(self.config), self.stage.dataset
+        if resumed is None:
+            return Ledger(rules, dataset.count)
+        ledger = Ledger.restore(rules, resumed.manifest.ledger, {e.prompt.uid for e in resumed.payloads})
+        ledger.data_count = dataset.count
+        dataset.resume(ledger.cursor, {*ledger.again, *ledger.live})
         return ledger
 
     def _stream(self, dataset: Dataset, data: Data) -> PromptStream:
@@ -276,7 +235,7 @@ class Session:
         return PromptStream(dataset, encoder, tokenizer, response=data.response, eos=self.models.eos)
 
     def _evaluator(self) -> Evaluator | None:
-        evaluation, dataset = self.config.evaluation, self.held_out
+        evaluation, dataset = self.config.evaluation, self.stage.held_out
         if dataset is None:
             return None
         stream = self._stream(dataset, evaluation.rows(self.config.data))
@@ -287,7 +246,7 @@ class Session:
             try:
                 prompt = stream.prompt(uid, 1, 0)
             except SampleError as error:
-                self.observer.emit(Warned(message=f"evaluation: {error}"))
+                self.warnings.append(f"evaluation: {error}")
                 continue
             prompts.append(
                 Prompt(**{name: getattr(prompt, name) for name in prompt.__struct_fields__} | {"uid": -1 - uid})
@@ -322,6 +281,7 @@ class Session:
         return len(group.replicas) if isinstance(group, RolloutGroup) else 1
 
     # ---- running -------------------------------------------------------------------------------------------------
+
     async def _train(self) -> None:
         queues = [value for value in vars(self.algorithm).values() if isinstance(value, StageQueue)]
         closes: list[Callable[[], None]] = [self.coordinator.close]
@@ -339,54 +299,97 @@ class Session:
 
     async def _after_step(self, version: int) -> None:
         if self.config.checkpoint.every and version % self.config.checkpoint.every == 0:
-            await self._save(version)
+            await self._save()
 
-    async def _save(self, version: int, *, groups: bool = True) -> None:
+    async def _finish(self) -> RunEnded:
+        """Training is over: save, and say how it ended."""
+        await self._save()
+        version, reason = self.coordinator.version, self.gate.ledger.reason
+        if self.signals.received is not None and reason is None:
+            self._link()
+            name = self.signals.received.name
+            return self._ended("stopped", name, f"saved at train step {version}; the same command goes on from there")
+        if reason != "train_steps" and not version:
+            ended = "the data has ended" if reason else "train() has returned"
+            counts = {state: count for state, count in self.gate.ledger.account().counts.items() if count}
+            last = f"; the last failure was {self.gate.last_error}" if self.gate.last_error else ""
+            raise Exhausted(f"{ended} before one train step was done: prompts {counts}{last}")
+        self._link()
+        if reason == "completed":
+            return self._ended("completed", "data", f"every prompt is used up after {version} train steps")
+        return self._ended("completed", reason or "train() returned", "")
+
+    # ---- saving and ending -----------------------------------------------------------------------------------------
+    async def _save(self, *, groups: bool = True) -> None:
         """One checkpoint; `groups` False: of the start, whose weights are where the configuration says."""
-        started = time.perf_counter()
-        gate, config = self.gate, self.config
-        state = self.algorithm.state
-        ready = [e for uid, e in gate.payloads.items() if uid in gate.ledger.live] if config.checkpoint.payloads else []
-        trained = {name: g for name, g in self.groups.items() if isinstance(g, TrainGroup)}
-        offsets = self.observer.offsets()
+        started, version = time.perf_counter(), self.coordinator.version
+        gate, checkpoints = self.gate, self.directory.checkpoints
+        if checkpoints.path(version) in checkpoints.complete():
+            return
+        ready = (e for uid, e in gate.payloads.items() if uid in gate.ledger.live and self.config.checkpoint.payloads)
+        payloads, problems = encode_payloads(ready)
+        if problems and not self.left_out:
+            self.left_out = True
+            self.observer.emit(Warned(message=f"not in checkpoints, and sampled again after a resume: {problems[0]}"))
+        offsets, state = self.observer.offsets(), self.algorithm.state
         manifest = Manifest(
             format=FORMAT,
-            algorithm=config.algorithm,
+            algorithm=self.config.algorithm,
             train_step=version,
             publish_count=self.coordinator.publish_count,
-            optimizer_steps={name: group.optimizer_steps for name, group in trained.items()},
-            groups=tuple(trained) if groups else (),
+            optimizer_steps={name: group.optimizer_steps for name, group in self.trained.items()},
+            groups=tuple(self.trained) if groups else (),
             events_offset=offsets["events"],
             metrics_offset=offsets["metrics"],
             state=None if state is None else pack(state),
             ledger=gate.ledger.snapshot(),
-            payload_count=len(ready),
+            payload_count=len(payloads),
             fixed=self.directory.fixed,
+            origin=self.origin,
         )
-        savers = {name: group.save for name, group in trained.items()} if groups else {}
-        path = await self.directory.checkpoints.save(manifest, ready, savers)
+        savers = {name: group.save for name, group in self.trained.items()} if groups else {}
+        path = await checkpoints.save(manifest, payloads, savers, protect=self.directory.linked)
         self.observer.emit(Checkpointed(train_step=version, path=str(path), seconds=time.perf_counter() - started))
 
-    @contextlib.contextmanager
-    def _signals(self) -> Generator[None]:
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        assert task is not None
+    async def _save_after(self, error: BaseException) -> None:
+        """A run that fails between two train steps loses none of them, unless its weights or its disk are bad."""
+        bad = isinstance(error, PublishRefused | OSError) or self.gate.ledger.training is not None
+        if self.started and not bad:
+            with contextlib.suppress(CheckpointError, TimeoutError):
+                async with asyncio.timeout(self.config.limits.stall_timeout):
+                    await self._save()
 
-        def stop(number: signal.Signals) -> None:
-            if self.stopped_by is not None:
-                print("\nstopped at once; the newest checkpoint is kept", file=sys.stderr, flush=True)
-                os._exit(128 + number)
-            self.stopped_by = number
-            print(f"\n{number.name}: finishing the train step; once more ends at once", file=sys.stderr, flush=True)
-            if hasattr(self, "gate"):
-                self.gate.stop()
+    def _link(self) -> None:
+        policy = next(iter(self.trained))
+        self.directory.link_final(self.directory.checkpoints.path(self.coordinator.version), policy)
 
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, stop, number)
+    def _ended(self, status: Literal["completed", "stopped", "failed"], reason: str, message: str) -> RunEnded:
+        tokens = msgspec.structs.asdict(self.gate.ledger.account().tokens)
+        return RunEnded(status=status, reason=reason, message=message, tokens=tokens)
+
+    def _report(self, ended: RunEnded) -> int:
+        """Write the end of the run, and give its exit code."""
+        code = {"completed": 0, "failed": 1}.get(ended.status, self.signals.exit_code)
         try:
-            yield
+            self.observer.emit(ended)
+        except OSError as problem:
+            code = code or 1
+            print(f"error: the end of the run cannot be written: {problem}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                self.observer.summary.see(ended, live=True)
         finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+            with contextlib.suppress(OSError):
+                self.observer.close()
+        if ended.status == "failed":
+            print(f"error: {ended.reason}: {ended.message}", file=sys.stderr)
+            complete = self.directory.checkpoints.complete()
+            if complete:
+                print(f"the same command goes on from {complete[-1]}", file=sys.stderr)
+        return code
+
+    def _stop(self) -> None:
+        self.gate.stop()
+
+    def _last_words(self) -> None:
+        """Give the terminal back."""
+        self.observer.console.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from asyncrlhf.backends.rules import RewardRunner
@@ -58,7 +57,7 @@ def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
     for other in stage.all_after():
         if other.directory.path.resolve() == own:
             raise ConfigError(f'run_dir = "{config.run_dir}" is also that of a stage in `after`; give each its own')
-    Models.require(config, wiring, [other.directory.path for other in stage.all_after()])
+    Models.require(wiring, [other.directory.path for other in stage.all_after()])
     return stage
 
 
@@ -78,8 +77,3 @@ def _fixed(config: Config, wiring: Wiring, dataset: Dataset) -> dict[str, object
         for key in ("model", "scratch"):
             fixed[f"groups.{name}.{key}"] = getattr(wiring.tables[name], key)
     return fixed
-
-
-def is_below(path: Path, directories: list[Path]) -> bool:
-    """Does `path` lie in one of the directories, whether they exist or not?"""
-    return any(directory.resolve() in path.resolve().parents for directory in directories)

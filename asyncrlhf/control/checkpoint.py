@@ -20,7 +20,7 @@ from asyncrlhf.flow.leases import LedgerState
 from asyncrlhf.messages import Experience
 from asyncrlhf.messages.wire import Packed
 
-__all__ = ("Checkpoints", "Manifest", "TornCheckpoint", "encode_payloads", "load_checkpoint", "load_manifest")
+__all__ = ("Checkpoints", "Manifest", "TornCheckpoint", "encode_payloads", "flush_tree", "load_checkpoint", "load_manifest")
 
 FORMAT = 1
 MANIFEST, PAYLOADS = "manifest.json", "payloads.msgpack"
@@ -96,7 +96,7 @@ class Checkpoints:
                 await fill(draft / name)
             (draft / PAYLOADS).write_bytes(msgspec.msgpack.encode([msgspec.Raw(item) for item in payloads]))
             (draft / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-            _flush_tree(draft)
+            flush_tree(draft)
             shutil.rmtree(target, ignore_errors=True)
             draft.rename(target)
             _flush(self.directory)
@@ -195,7 +195,8 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _flush_tree(directory: Path) -> None:
+def flush_tree(directory: Path) -> None:
+    """What is below `directory` survives a power cut."""
     for path, _, files in os.walk(directory, topdown=False):
         for name in files:
             _flush(Path(path) / name)

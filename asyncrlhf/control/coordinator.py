@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from asyncrlhf.control.evaluation import Evaluator
 from asyncrlhf.control.membership import Membership
-from asyncrlhf.errors import AsyncRLHFError, GroupError, PublishRefused
+from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.groups import RolloutGroup, TrainGroup
 from asyncrlhf.groups.rollout import Replica
@@ -52,9 +52,11 @@ class Coordinator:
         self._fenced: list[str] = []
         self._step_began = time.perf_counter()
         self._tasks: asyncio.TaskGroup | None = None
+        self._restarts: dict[str, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
         for follower in followers:
             follower.on_failure = self._failed(follower)
+        gate.whereabouts = lambda uid, attempt: ", ".join(k for f in followers for k in f.engines_of(uid, attempt))
 
     @property
     def version(self) -> int:
@@ -65,6 +67,8 @@ class Coordinator:
         """Runs restarts and evaluations until `close`."""
         async with asyncio.TaskGroup() as self._tasks:
             await self._stop.wait()
+            for restart in self._restarts.values():
+                restart.cancel()
 
     async def finish(self) -> None:
         """Training is over: let an evaluation under way end."""
@@ -75,7 +79,7 @@ class Coordinator:
         self._stop.set()
 
     async def start(self) -> None:
-        """Launch or resume: commit V to every engine before the first lease."""
+        """Launch or resume: commit V to every engine before the first lease. Raises GroupError if one refuses it."""
         version = self.version
         for group in self._trained:
             if any(follower.follows == group.name for follower in self._followers):
@@ -83,12 +87,13 @@ class Coordinator:
         async with asyncio.TaskGroup() as tasks:
             for follower in self._followers:
                 for replica in follower.replicas:
-                    tasks.create_task(self._send(follower, replica))
-        for follower in self._followers:
-            for replica in follower.replicas:
-                replica.serving = True
+                    tasks.create_task(self._serve_first(follower, replica))
         self._gate.publish(version)
         self._step_began = time.perf_counter()
+
+    async def _serve_first(self, follower: RolloutGroup, replica: Replica) -> None:
+        await self._send(follower, replica)
+        replica.serving = replica.key in self._members.serving  # unless it has failed since
 
     async def publish(self, *groups: TrainGroup) -> None:
         """Close train step t, once: void if no optimizer step of any trained model was applied, else V = t + 1.
@@ -115,7 +120,7 @@ class Coordinator:
         version = self.version
         self._end_step(training.step, void=False, reason="")
         if self._evaluator is not None and self._tasks is not None and not self._gate.stopping:
-            self._evaluator.start(version, self._tasks)
+            self._evaluator.start(version, self._members.published, self._tasks)
         if self._after_step is not None:
             await self._after_step(version)
             self._step_began = time.perf_counter()
@@ -134,15 +139,16 @@ class Coordinator:
             self._members.prepare(version)
             self._fenced = []
             try:
-                await self._phase("prepare")
-                await self._phase("commit")
-                while not self._members.serving:
-                    self._joined.clear()
-                    await self._joined.wait()
+                with self._gate.trainer_waits():
+                    await self._phase("prepare")
+                    await self._phase("commit")
+                    while not self._members.serving:
+                        self._joined.clear()
+                        await self._joined.wait()
             finally:
                 if self._mode == "drain":
                     for follower in followers:
-                        await follower.release()
+                        follower.release()
             self._gate.publish(self._members.published)
         else:
             self._gate.publish(version)
@@ -173,6 +179,8 @@ class Coordinator:
         try:
             if phase == "commit" and self._mode == "drain":
                 await follower.drained(replica)  # as long as its answers take; a lost one ends at its lease's time-out
+                if self._members.incarnation[replica.key] != incarnation:
+                    return
             async with asyncio.timeout(self._timeout):
                 if phase == "prepare":
                     await follower.prepare(replica, weights)
@@ -195,11 +203,16 @@ class Coordinator:
             self._whole[source] = replace(weights, changed=True)
 
     async def _send(self, follower: RolloutGroup, replica: Replica) -> int:
-        """Both phases for an engine that does not serve yet; gives the version it then holds."""
+        """Both phases for an engine that does not serve yet; gives the version it then holds. Raises GroupError."""
         weights = replace(self._whole[follower.follows], version=self._weights[follower.follows].version)
-        async with asyncio.timeout(self._timeout):
-            await follower.prepare(replica, weights)
-            await follower.commit(replica, weights.version)
+        try:
+            async with asyncio.timeout(self._timeout):
+                await follower.prepare(replica, weights)
+                await follower.commit(replica, weights.version)
+        except TimeoutError:
+            raise GroupError(
+                f"{replica.key} did not take version {weights.version} within publish.timeout = {self._timeout:g} s"
+            ) from None
         return weights.version
 
     # ---- fencing -------------------------------------------------------------------------------------------------
@@ -211,23 +224,46 @@ class Coordinator:
             return
         self._members.fence(replica.key)
         self._fenced.append(replica.key)
-        first_line = reason.splitlines()[0]
+        first_line = (reason.splitlines() or [""])[0]
         self._emit(Fenced(group=follower.name, rank=replica.spec.rank, incarnation=incarnation, reason=first_line))
-        follower.fence(replica, first_line)
-        if self._tasks is not None and not self._stop.is_set():
-            self._tasks.create_task(self._revive(follower, replica, reason), name=f"restart {replica.key}")
+        follower.fence(replica)
+        if replica.key in self._restarts or self._tasks is None or self._stop.is_set():
+            return
+        task = self._tasks.create_task(self._revive(follower, replica, reason), name=f"restart {replica.key}")
+        self._restarts[replica.key] = task
 
     async def _revive(self, follower: RolloutGroup, replica: Replica, reason: str) -> None:
-        await follower.restart(replica, reason)
-        try:
-            while await self._send(follower, replica) < self._members.target:
-                continue  # a publish began meanwhile: this engine joins at the version in flight
-        except (AsyncRLHFError, TimeoutError) as error:
-            raise GroupError(f"{replica.key} was restarted and did not take the weights: {error}") from error
+        """Restart an engine until it takes the weights, and let it join. Raises GroupError after `max_restarts`."""
+        while reason:
+            if replica.restarts >= follower.max_restarts:
+                raise GroupError(
+                    f"{replica.key} failed {replica.restarts + 1} times, groups.{follower.name}.max_restarts = "
+                    f"{follower.max_restarts}; the last time: {reason}"
+                )
+            incarnation = self._members.incarnation[replica.key]
+            try:
+                await follower.restart(replica)
+                await self._catch_up(follower, replica)
+                reason = ""
+            except GroupError as error:
+                reason = str(error)
+                self._fence(follower, replica, incarnation, reason)
+        del self._restarts[replica.key]
         self._members.join(replica.key)
         replica.serving = True
         self._joined.set()
-        await follower.release()
+        follower.flush()
+
+    async def _catch_up(self, follower: RolloutGroup, replica: Replica) -> None:
+        """Bring an engine to the newest version, or to the one in flight once a publish has begun."""
+        version = -1
+        while version < self._members.target:
+            newest = self._weights[follower.follows].version
+            try:
+                version = await self._send(follower, replica)
+            except PublishRefused:
+                if self._weights[follower.follows].version == newest:
+                    raise  # not because newer weights have taken their place
 
     def _end_step(self, step: int, *, void: bool, reason: str) -> None:
         ledger, now = self._gate.ledger, time.perf_counter()

@@ -37,10 +37,10 @@ class Evaluator:
         self._every, self._temperature, self._max_hold = every, temperature, max_hold
         self._running: asyncio.Task[None] | None = None
 
-    def start(self, version: int, tasks: asyncio.TaskGroup) -> None:
-        """Begin, if train step `version` asks for it, in the caller's TaskGroup."""
-        if self._every and version % self._every == 0 and (self._running is None or self._running.done()):
-            self._running = tasks.create_task(self._evaluate(version), name="evaluation")
+    def start(self, train_step: int, version: int, tasks: asyncio.TaskGroup) -> None:
+        """Begin, if `train_step` asks for it, on the published `version`, in the caller's TaskGroup."""
+        if self._every and train_step % self._every == 0 and (self._running is None or self._running.done()):
+            self._running = tasks.create_task(self._evaluate(train_step, version), name="evaluation")
 
     async def hold(self) -> None:
         """Wait for an evaluation under way, at most `max_hold` seconds."""
@@ -52,21 +52,24 @@ class Evaluator:
         await self.hold()
         if self._running is not None and not self._running.done():
             self._running.cancel()
+            await asyncio.wait([self._running])
             self._emit(Warned(message=f"an evaluation was cut off after evaluation.max_hold = {self._max_hold:g} s"))
 
-    async def _evaluate(self, version: int) -> None:
+    async def _evaluate(self, train_step: int, version: int) -> None:
         started = time.perf_counter()
-        self._emit(EvaluationStarted(train_step=version, version=version))
-        results = await asyncio.gather(*(self._one(prompt) for prompt in self._prompts))
+        self._emit(EvaluationStarted(train_step=train_step, version=version))
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(self._one(prompt)) for prompt in self._prompts]
+        results = [answer.result() for answer in answers]
         done = [result for result in results if result is not None]
         if not done:
-            self._emit(Warned(message=f"evaluation at train step {version}: no prompt could be answered and scored"))
+            self._emit(Warned(message=f"evaluation at train step {train_step}: no prompt could be answered and scored"))
             return
         versions = {s.version for rollout, _ in done for x in rollout.samples for s in x.segments}
         low, high = min(versions), max(versions)
         self._emit(
             Evaluated(
-                train_step=version,
+                train_step=train_step,
                 label=f"v{low}" if low == high else f"mixed(v{low}..v{high})",
                 reward_mean=fmean(reward for _, reward in done),
                 count=len(done),

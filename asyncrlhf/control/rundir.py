@@ -74,7 +74,7 @@ class RunDirectory:
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
+            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             _remove_empty(made)
             raise ConfigError(f'run_dir = "{self.path}" cannot be written: {error.strerror}; use another one') from None
@@ -123,8 +123,12 @@ class RunDirectory:
             f"{'data.epochs' if used_up else 'train_steps'}; to start anew, set another run_dir"
         )
 
-    def require_same_configuration(self) -> None:
-        """Raises ConfigError when the run that lies here was made with another configuration."""
+    def require_usable(self) -> None:
+        """Raises ConfigError when another run cannot build on this one: a complete one was made with another
+        configuration, or an incomplete one cannot go on."""
+        if self.completed() is None:
+            self.resume_path()
+            return
         different = next(self._differences(), None)
         if different is not None:
             key, before, now = different
@@ -190,8 +194,8 @@ class RunDirectory:
             warnings = tuple(f"{problem}; going on from {candidate.name} instead" for problem in torn)
             return Resume(candidate, manifest, payloads, own, warnings)
         raise ConfigError(
-            f'resume = "{self._config.resume}": no checkpoint can be read: {"; ".join(torn)}; put the file back, or use '
-            "another run_dir"
+            f'resume = "{self._config.resume}": no checkpoint can be read: {"; ".join(torn)}; put the file back, or '
+            "use another run_dir"
         )
 
     def begin(self, resumed: Resume | None) -> None:

@@ -26,7 +26,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._ask: Callable[[signal.Signals], None] | None = None
+        self._ask: Callable[[], None] | None = None
         self._last_words: Callable[[], None] | None = None
 
     @property
@@ -48,7 +48,7 @@ class StopSignals:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextlib.contextmanager
-    def asking(self, ask: Callable[[signal.Signals], None], last_words: Callable[[], None]) -> Generator[None]:
+    def asking(self, ask: Callable[[], None], last_words: Callable[[], None]) -> Generator[None]:
         """Inside, the first signal calls `ask` and a second one `last_words`, just before the end."""
         self._ask, self._last_words = ask, last_words
         try:
@@ -62,9 +62,16 @@ class StopSignals:
             if self._last_words is not None:
                 with contextlib.suppress(Exception):
                     self._last_words()
-            os.write(2, b"\nstopped at once; the newest checkpoint is kept\n")
+            _say("stopped at once; the newest checkpoint is kept")
             os._exit(128 + number)
         self.received = signal.Signals(number)
         if self._ask is None:
             raise StoppedEarly
-        self._ask(self.received)
+        _say(f"{self.received.name}: finishing the train step; once more ends at once")
+        self._ask()
+
+
+def _say(text: str) -> None:
+    """Past every buffer, whose owner may be the one that is interrupted."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())

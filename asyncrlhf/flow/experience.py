@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
 
+from asyncrlhf.errors import WrongItem
 from asyncrlhf.flow.batching import build_batch, popped_event
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.messages import Experience, TrainBatch
@@ -27,9 +28,9 @@ class ExperienceQueue(Generic[T]):
         self._gate, self._emit = gate, emit
 
     async def put(self, item: T) -> None:
-        """Make the lease ready. Raises TypeError for another type, LeaseLost if its lease is gone."""
+        """Make the lease ready. Raises WrongItem for another type, LeaseLost if its lease is gone."""
         if not isinstance(item, self.item_type):
-            raise TypeError(
+            raise WrongItem(
                 f"the experience queue carries {self.item_type.__name__}, not {type(item).__name__}; put a "
                 f"{self.item_type.__name__} or annotate the field as ExperienceQueue[{type(item).__name__}]"
             )

@@ -9,49 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from itertools import takewhile
+from weakref import WeakSet
 
-from asyncrlhf.errors import Diverged, Exhausted, LeaseLost, NoSignal, RunEnded, SampleError
-from asyncrlhf.flow.ledger import Batch, Ledger
+from asyncrlhf.errors import LeaseLost, SampleError
+from asyncrlhf.flow.ending import end_error
+from asyncrlhf.flow.holding import Holder as Holder
+from asyncrlhf.flow.holding import Popped as Popped
+from asyncrlhf.flow.holding import PromptRows as PromptRows
+from asyncrlhf.flow.holding import byte_count
+from asyncrlhf.flow.ledger import Lease, Ledger
 from asyncrlhf.messages import Experience, Prompt
 from asyncrlhf.observe.events import Event, Granted, Settled
 
 __all__ = ("Gate", "Holder", "Popped", "PromptRows")
-
-
-class PromptRows(Protocol):
-    """The data set as the gate reads it: rows by uid, encoded."""
-
-    def has(self, uid: int) -> bool:
-        """Whether the stream reaches this far."""
-        ...
-
-    def prompt(self, uid: int, attempt: int, version: int) -> Prompt:
-        """Raises SampleError for a row that cannot be used."""
-        ...
-
-    def release(self, uid: int) -> None:
-        """This row will not be asked for again."""
-        ...
-
-
-class Holder:
-    """One side of an iterator that holds at most one lease for the worker task it runs in."""
-
-    __slots__ = ("prompt", "task")
-
-    def __init__(self) -> None:
-        self.prompt: Prompt | None = None
-        self.task: asyncio.Task[object] | None = None
-
-
-class Popped(NamedTuple):
-    """A batch as the ledger counted it, its experiences in pop order, and how long the trainer waited, in seconds."""
-
-    batch: Batch
-    experiences: list[Experience]
-    waited: float
 
 
 class Gate:
@@ -71,31 +44,48 @@ class Gate:
         self.payloads: dict[int, Experience] = {}
         self.stopping = False
         self.last_moved = 0.0
+        """Loop time of the last progress: tokens, a lease that finished a stage, a train step, a publish."""
         self.last_error = ""
+        self.whereabouts: Callable[[int, int], str] = lambda uid, attempt: ""
+        """Where the answers of a lease (uid, attempt) are, in words; set by whoever sends them to engines."""
         self._rows, self._emit = rows, emit
         self._lease_timeout, self._wait_timeout = lease_timeout, wait_timeout
         self._loop = asyncio.get_running_loop()
         self._holders: dict[int, Holder | None] = {}
-        self._granted_at: dict[int, float] = {}
-        self._expiries: deque[tuple[float, int, int]] = deque()
+        self._granted_at: dict[int, float] = {}  # of unfinished leases, oldest first
         self._expiry_timer: asyncio.TimerHandle | None = None
         self._waiters: deque[asyncio.Future[Prompt | None]] = deque()
         self._trainer: asyncio.Future[Popped | None] | None = None
-        self._trainer_since = 0.0
+        self._trainer_since: float | None = None
         self._timed_out = False
-        self._lost_tasks: set[asyncio.Task[object]] = set()
+        self._failure: Exception | None = None
+        self._lost_tasks: WeakSet[asyncio.Task[object]] = WeakSet()
         self._advancing = False
 
     # ---- state -------------------------------------------------------------------------------------------------
     @property
     def ended(self) -> bool:
         """No further lease will be granted and no further batch popped."""
-        return self.stopping or self.ledger.reason is not None
+        return self.stopping or self.ledger.reason is not None or self._failure is not None
+
+    @property
+    def granted(self) -> int:
+        """Leases granted since the run began."""
+        return self.ledger.account().granted_leases
 
     @property
     def trainer_waits_since(self) -> float | None:
-        """Loop time since when the trainer waits for a batch; None while it does not."""
-        return self._trainer_since if self._trainer is not None else None
+        """Loop time since when the trainer waits, for a batch or for engines to publish to; None while it does not."""
+        return self._trainer_since
+
+    @contextmanager
+    def trainer_waits(self) -> Generator[None]:
+        """Within this the trainer waits for others, and a run in which nothing moves is stalled."""
+        self._trainer_since = self._loop.time()
+        try:
+            yield
+        finally:
+            self._trainer_since = None
 
     def is_current(self, prompt: Prompt) -> bool:
         """Whether this prompt's lease is still the one that may bring a result."""
@@ -109,36 +99,44 @@ class Gate:
         uid = min(self._granted_at, key=self._granted_at.__getitem__)
         lease = self.ledger.live[uid]
         age = self._loop.time() - self._granted_at[uid]
-        return f"the oldest lease is uid {uid} (attempt {lease.attempt}, {lease.state}), granted {age:.1f} s ago"
+        where = self.whereabouts(uid, lease.attempt)
+        return (
+            f"the oldest lease is uid {uid} (attempt {lease.attempt}, {lease.state}{where and ' at '}{where}), "
+            f"granted {age:.1f} s ago"
+        )
 
     # ---- workers -----------------------------------------------------------------------------------------------
     async def next_prompt(self, holder: Holder) -> Prompt | None:
         """Wait for a lease. None when the run has ended. The holder's former lease, if still held, is filtered."""
         self.release(holder)
-        if self.ended:
-            return None
-        waiter: asyncio.Future[Prompt | None] = self._loop.create_future()
-        self._waiters.append(waiter)
-        self._advance()
-        try:
-            prompt = await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and (granted := waiter.result()) is not None:
-                self.drop(granted.uid, granted.attempt, "restart")
-            raise
-        if prompt is not None:
-            self.hold(prompt, holder)
-        return prompt
+        while not self.ended:
+            waiter: asyncio.Future[Prompt | None] = self._loop.create_future()
+            self._waiters.append(waiter)
+            self._advance()
+            try:
+                prompt = await waiter
+            except asyncio.CancelledError:
+                if waiter.done() and not waiter.cancelled() and (granted := waiter.result()) is not None:
+                    self.drop(granted.uid, granted.attempt, "restart")
+                raise
+            if prompt is not None and self.is_current(prompt):  # it may have been dropped on its way here
+                self.hold(prompt, holder)
+                return prompt
+        return None
 
     def hold(self, prompt: Prompt, holder: Holder) -> None:
         """From now on `holder` answers for this lease."""
         holder.prompt, holder.task = prompt, asyncio.current_task()
         self._holders[prompt.uid] = holder
 
-    def hand_over(self, prompt: Prompt) -> None:
-        """The lease moves on inside a message. Raises LeaseLost if it is no longer current."""
+    def require_current(self, prompt: Prompt) -> None:
+        """Raises LeaseLost if the lease is no longer current."""
         if not self.is_current(prompt):
             raise LeaseLost(f"the lease of uid {prompt.uid}, attempt {prompt.attempt}, is no longer live")
+
+    def hand_over(self, prompt: Prompt) -> None:
+        """The lease moves on inside a message. Raises LeaseLost if it is no longer current."""
+        self.require_current(prompt)
         self._holders[prompt.uid] = None
 
     def release(self, holder: Holder) -> None:
@@ -169,13 +167,13 @@ class Gate:
     # ---- a lease's life ----------------------------------------------------------------------------------------
     def report(self, uid: int, attempt: int, answer: int, version: int, token_count: int) -> None:
         """Model tokens of one answer; those of a lease that is gone count as dropped."""
-        self.ledger.report(uid, attempt, answer, version, token_count)
-        self._moved()
+        if self.ledger.report(uid, attempt, answer, version, token_count):
+            self._moved()
 
     def score(self, prompt: Prompt) -> None:
         """Generation is over."""
-        self.ledger.score(prompt.uid, prompt.attempt)
-        self._moved()
+        if self.ledger.score(prompt.uid, prompt.attempt):
+            self._moved()
 
     def ready(self, experience: Experience) -> None:
         """The one put of a lease. Raises LeaseLost if the lease is no longer current."""
@@ -185,9 +183,7 @@ class Gate:
             for number, sample in enumerate(experience.rollout.samples):
                 for segment in (s for s in sample.segments if s.source != "environment"):
                     self.ledger.report(prompt.uid, prompt.attempt, number, segment.version, segment.token_count)
-        self.ledger.ready(
-            prompt.uid, prompt.attempt, byte_count=_byte_count(experience), trainable=experience.trainable
-        )
+        self.ledger.ready(prompt.uid, prompt.attempt, byte_count=byte_count(experience), trainable=experience.trainable)
         self.payloads[prompt.uid] = experience
         self._forget(prompt.uid)
         self._moved()
@@ -195,7 +191,7 @@ class Gate:
     def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None:
         """Cancel a lease; its prompt is leased again. `counts`: as an attempt that the prompt lost."""
         self.ledger.drop(uid, attempt, reason, counts=counts)
-        self._moved()
+        self._advance()
 
     # ---- the trainer -------------------------------------------------------------------------------------------
     async def pop(self) -> Popped | None:
@@ -203,26 +199,30 @@ class Gate:
 
         Raises Exhausted, Diverged or NoSignal when the ledger ends the run, RuntimeError if the last batch is open.
         """
-        if self.ledger.training is not None:
-            raise RuntimeError(
-                f"train step {self.ledger.training.step} is not closed: `await self.coordinator.publish(...)` must end "
-                "the body of `async for batch in self.experience.batches()`"
-            )
+        self.require_closed()
         if self._trainer is not None:
             raise RuntimeError("two coroutines pop batches; a run has one train()")
         if (error := self._end_error()) is not None:
             raise error
         if self.ended:
             return None
-        self._trainer = self._loop.create_future()
-        self._trainer_since, self._timed_out = self._loop.time(), False
+        self._trainer, self._timed_out = self._loop.create_future(), False
         timer = self._loop.call_later(self._wait_timeout, self._wait_is_over)
-        self._advance()
-        try:
-            return await self._trainer
-        finally:
-            timer.cancel()
-            self._trainer = None
+        with self.trainer_waits():
+            try:
+                self._advance()
+                return await self._trainer
+            finally:
+                timer.cancel()
+                self._trainer = None
+
+    def require_closed(self) -> None:
+        """Raises RuntimeError if the last batch has not been closed by a publish."""
+        if self.ledger.training is not None:
+            raise RuntimeError(
+                f"train step {self.ledger.training.step} is not closed: `await self.coordinator.publish(...)` must end "
+                "the body of `async for batch in self.experience.batches()`"
+            )
 
     def applied(self) -> None:
         """The step changed a trained model: its rollouts are consumed."""
@@ -230,9 +230,7 @@ class Gate:
         assert training is not None
         self.ledger.applied()
         for lease in training.leases:
-            self._emit(
-                Settled(uid=lease.uid, attempt=lease.attempt, state="consumed", token_count=lease.token_count)
-            )
+            self._emit(Settled(uid=lease.uid, attempt=lease.attempt, state="consumed", token_count=lease.token_count))
             self._rows.release(lease.uid)
         self._moved()
 
@@ -269,6 +267,7 @@ class Gate:
         self._advancing = True
         try:
             moved = True
+            self._cancel_lost()  # before their prompts are granted again
             while moved:
                 moved = False
                 while self._admit():
@@ -287,24 +286,26 @@ class Gate:
             self._waiters.popleft()
         if not self._waiters or self.ended or not self.ledger.admits():
             return False
-        if not self.ledger.again and self.ledger.data_count is None and not self._rows.has(self.ledger.cursor):
-            self.ledger.end_data(self.ledger.cursor)
-        lease = self.ledger.grant()
-        if lease is None:
-            return False
-        self._emit(Granted(uid=lease.uid, attempt=lease.attempt, version=lease.granted))
-        now = self.last_moved = self._loop.time()
-        self._granted_at[lease.uid] = now
+        lease: Lease | None = None
         try:
+            if not self.ledger.again and self.ledger.data_count is None and not self._rows.has(self.ledger.cursor):
+                self.ledger.end_data(self.ledger.cursor)
+            lease = self.ledger.grant()
+            if lease is None:
+                return False
+            self._granted_at[lease.uid] = self._loop.time()
+            self._emit(Granted(uid=lease.uid, attempt=lease.attempt, version=lease.granted))
             prompt = self._rows.prompt(lease.uid, lease.attempt, lease.granted)
         except SampleError as error:
+            assert lease is not None
             self.last_error = str(error)
             self._settle(lease.uid, lease.attempt, "failed", str(error))
             return True
+        except Exception as error:  # the data source broke: that ends the run, whoever's transaction this is
+            self._failure = error
+            return False
         self._holders[lease.uid] = None
-        if self._lease_timeout > 0:
-            self._expiries.append((now + self._lease_timeout, lease.uid, lease.attempt))
-            self._arm_expiry()
+        self._arm_expiry()
         self._waiters.popleft().set_result(prompt)
         return True
 
@@ -313,7 +314,9 @@ class Gate:
         if batch is None:
             return False
         experiences = [self.payloads.pop(lease.uid) for lease in batch.leases]
-        trainer.set_result(Popped(batch, experiences, self._loop.time() - self._trainer_since))
+        since = self._trainer_since
+        assert since is not None
+        trainer.set_result(Popped(batch, experiences, self._loop.time() - since))
         return True
 
     def _cancel_lost(self) -> bool:
@@ -361,39 +364,21 @@ class Gate:
         self._advance()
 
     def _arm_expiry(self) -> None:
-        if self._expiry_timer is None and self._expiries:
-            self._expiry_timer = self._loop.call_at(self._expiries[0][0], self._expire)
+        if self._expiry_timer is None and self._lease_timeout > 0 and self._granted_at:
+            oldest = next(iter(self._granted_at.values()))
+            self._expiry_timer = self._loop.call_at(oldest + self._lease_timeout, self._expire)
 
     def _expire(self) -> None:
         self._expiry_timer = None
         now = self._loop.time()
-        while self._expiries and self._expiries[0][0] <= now:
-            _, uid, attempt = self._expiries.popleft()
-            lease = self.ledger.live.get(uid)
-            if lease is not None and lease.attempt == attempt and lease.state != "ready":
-                self.drop(uid, attempt, "timeout", counts=True)
+        due = takewhile(lambda item: item[1] + self._lease_timeout <= now, self._granted_at.items())
+        for uid in [uid for uid, _ in due]:
+            self.ledger.drop(uid, self.ledger.live[uid].attempt, "timeout", counts=True)
+        self._advance()
         self._arm_expiry()
 
-    def _end_error(self) -> RunEnded | None:
-        rules = self.ledger.rules
-        if self.ledger.reason == "exhausted":
-            limit = rules.max_filtered if rules.max_filtered is not None else 20 * rules.prompts_per_step
-            last = f"; the last failure was {self.last_error}" if self.last_error else ""
-            return Exhausted(
-                f"{limit} prompts in a row were filtered or failed (limits.max_filtered = {limit}) without one rollout "
-                f"to train on{last}"
-            )
-        if self.ledger.reason == "diverged":
-            return Diverged(
-                f"{rules.max_void_steps} train steps in a row had no finite optimizer step "
-                f"(limits.max_void_steps = {rules.max_void_steps}); lower the learning rate or the staleness"
-            )
-        if self.ledger.reason == "no_signal":
-            return NoSignal(
-                f"{rules.max_void_steps} train steps in a row held no token to train on (limits.max_void_steps = "
-                f"{rules.max_void_steps}): every answer to a prompt earned the same reward, or all tokens were masked"
-            )
-        return None
+    def _end_error(self) -> Exception | None:
+        return self._failure or end_error(self.ledger, self.last_error)
 
     def _wake_all(self) -> None:
         while self._waiters:
@@ -407,10 +392,3 @@ class Gate:
                 trainer.set_exception(error)
             else:
                 trainer.set_result(None)
-
-
-def _byte_count(experience: Experience) -> int:
-    """Roughly what an experience occupies as arrays: prompt ids, and per response token id, version and columns."""
-    rollout = experience.rollout
-    tokens = sum(len(sample.token_ids) for sample in rollout.samples)
-    return 4 * len(rollout.prompt.token_ids) * len(rollout.samples) + 24 * tokens

@@ -53,7 +53,8 @@ class _Prompts(Holder, AsyncIterator[Prompt]):
 class StageQueue(Queue[T]):
     """A queue between two stages of one lease's life: `put` hands the lease over, iterating takes it up.
 
-    Items whose lease was lost while they waited are left out. Raises LeaseLost on a put of a lost lease.
+    A worker that waits for room still holds its lease. Items whose lease was lost while they waited are left out.
+    Raises LeaseLost on a put of a lost lease.
     """
 
     def __init__(self, capacity: int, item_type: type[T], gate: Gate, *, name: str = "queue") -> None:
@@ -62,8 +63,9 @@ class StageQueue(Queue[T]):
 
     async def put(self, item: T) -> None:
         self._check(item)
-        self._gate.hand_over(prompt_of(item))
+        self._gate.require_current(prompt_of(item))
         await super().put(item)
+        self._gate.hand_over(prompt_of(item))
 
     def __aiter__(self) -> AsyncIterator[T]:
         return _Items(self, self._gate)

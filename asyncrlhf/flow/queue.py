@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Generic, NamedTuple, TypeVar
 
-from asyncrlhf.errors import QueueClosed
+from asyncrlhf.errors import QueueClosed, WrongItem
 
 __all__ = ("Queue", "QueueStatistics")
 
@@ -25,9 +25,10 @@ class QueueStatistics(NamedTuple):
 
 
 class Queue(Generic[T]):
-    """First in, first out. Both sides see `close()`: putters are refused at once, getters drain what is left first.
+    """First in, first out, for the items and for those who wait on either side: a latecomer never overtakes.
 
-    Raises ValueError for a capacity below 1.
+    Both sides see `close()`: putters are refused at once, getters drain what is left first. A cancelled `put` adds
+    nothing, a cancelled `get` takes nothing. Raises ValueError for a capacity below 1.
     """
 
     def __init__(self, capacity: int, item_type: type[T], *, name: str = "queue") -> None:
@@ -38,83 +39,102 @@ class Queue(Generic[T]):
         self.item_type = item_type
         self.closed = False
         self._items: deque[T] = deque()
-        self._putters: deque[asyncio.Future[None]] = deque()
-        self._getters: deque[asyncio.Future[None]] = deque()
+        self._room, self._filled = _Turns(capacity), _Turns(0)
         self._count_put = self._count_taken = 0
 
     def statistics(self) -> QueueStatistics:
         return QueueStatistics(
-            len(self._items), self.capacity, self._count_put, self._count_taken, len(self._putters), len(self._getters)
+            len(self._items), self.capacity, self._count_put, self._count_taken, len(self._room), len(self._filled)
         )
 
     async def put(self, item: T) -> None:
-        """Wait for room, then add. Raises TypeError for an item of another type, QueueClosed after `close()`."""
+        """Wait for room, then add. Raises WrongItem for an item of another type, QueueClosed after `close()`."""
         self._check(item)
-        while len(self._items) >= self.capacity and not self.closed:
-            await self._wait(self._putters)
+        await self._room.take()
         if self.closed:
-            self._wake(self._putters)
             raise QueueClosed(f"queue {self.name!r} is closed; nothing more can be put into it")
         self._items.append(item)
         self._count_put += 1
-        self._wake(self._getters)
+        self._filled.give()
 
     async def get(self) -> T:
         """Wait for an item. Raises QueueClosed once the queue is closed and empty."""
-        await self._filled()
+        if not await self._filled.take():
+            raise QueueClosed(f"queue {self.name!r} is closed and empty")
         return self._pop()
 
     async def get_all(self) -> list[T]:
-        """Wait for an item, then take everything there is. Raises QueueClosed once closed and empty."""
-        await self._filled()
-        return [self._pop() for _ in range(len(self._items))]
+        """Wait for an item, then take every one that nobody else waits for. Raises QueueClosed once closed and empty."""
+        found = [await self.get()]
+        while self._filled.take_now():
+            found.append(self._pop())
+        return found
 
     def close(self) -> None:
         """Refuse further puts and wake everybody. Closing twice does nothing."""
         self.closed = True
-        for waiters in (self._putters, self._getters):
-            while waiters:
-                self._wake(waiters)
+        self._room.close()
+        self._filled.close()
 
     def _check(self, item: object) -> None:
         if not isinstance(item, self.item_type):
-            raise TypeError(
+            raise WrongItem(
                 f"queue {self.name!r} carries {self.item_type.__name__}, not {type(item).__name__}; "
                 f"put a {self.item_type.__name__} or annotate the queue as Queue[{type(item).__name__}]"
             )
 
-    async def _filled(self) -> None:
-        while not self._items:
-            if self.closed:
-                self._wake(self._getters)
-                raise QueueClosed(f"queue {self.name!r} is closed and empty")
-            await self._wait(self._getters)
-
     def _pop(self) -> T:
-        item = self._items.popleft()
         self._count_taken += 1
-        self._wake(self._putters)
-        if self._items:
-            self._wake(self._getters)
-        return item
+        self._room.give()
+        return self._items.popleft()
 
-    async def _wait(self, waiters: deque[asyncio.Future[None]]) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        waiters.append(waiter)
+
+class _Turns:
+    """A number of turns, taken one at a time in the order of asking. Closed: nobody waits for one any more."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._closed = False
+        self._waiters: deque[asyncio.Future[bool]] = deque()
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiters)
+
+    def take_now(self) -> bool:
+        """A turn if one is free and nobody waits for it."""
+        if not self._count:
+            return False
+        self._count -= 1
+        return True
+
+    async def take(self) -> bool:
+        """Wait for a turn; False if there will be none. A turn that comes with a cancellation goes to the next."""
+        if self._closed or self._count:
+            return self.take_now()
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
         try:
-            await waiter
+            return await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
-                self._wake(waiters)  # the wake-up was ours; pass it on
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            elif not waiter.cancelled() and waiter.result():
+                self.give()
             raise
-        finally:
-            if waiter in waiters:
-                waiters.remove(waiter)
 
-    @staticmethod
-    def _wake(waiters: deque[asyncio.Future[None]]) -> None:
-        while waiters:
-            waiter = waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
+    def give(self) -> None:
+        """One more turn, for the first who waits or for whoever asks next."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():  # else it is being cancelled
+                waiter.set_result(True)
                 return
+        self._count += 1
+
+    def close(self) -> None:
+        self._closed = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(False)
+        self._waiters.clear()

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Literal, Protocol
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, GroupError, SampleError
+from asyncrlhf.groups.answers import Replica as Replica
+from asyncrlhf.groups.answers import Sampling as Sampling
+from asyncrlhf.groups.answers import Task
+from asyncrlhf.groups.answers import answer_seed as answer_seed
 from asyncrlhf.groups.group import Group, Request
 from asyncrlhf.messages import (
     EngineEvent,
@@ -32,7 +35,7 @@ from asyncrlhf.messages import (
 from asyncrlhf.observe.events import Restarted, Sampled
 from asyncrlhf.observe.log import EventLog
 
-__all__ = ("LeaseReports", "RolloutGroup", "Sampling", "answer_seed")
+__all__ = ("LeaseReports", "Replica", "RolloutGroup", "Sampling", "answer_seed")
 
 
 class LeaseReports(Protocol):
@@ -45,45 +48,8 @@ class LeaseReports(Protocol):
     def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How to sample, from the configuration of the group and the run."""
-
-    answers_per_prompt: int
-    min_answers: int
-    max_tokens: int
-    temperature: float
-    stop_token_ids: tuple[int, ...]
-    seed: int
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    """All answers to one prompt. `answers`: request id -> answer number, of those still outstanding."""
-
-    prompt: Prompt
-    lease: bool
-    count: int
-    temperature: float
-    reply: asyncio.Future[Rollout]
-    started: float
-    answers: dict[str, int] = field(default_factory=dict[str, int])
-    samples: dict[int, Sample] = field(default_factory=dict[int, Sample])
-    rejected: list[str] = field(default_factory=list[str])
-
-
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One engine: `key` names it in the membership, `requests` are its answers outstanding."""
-
-    key: str
-    spec: EngineSpec
-    handle: EngineHandle | None = None
-    incarnation: int = 0
-    restarts: int = 0
-    serving: bool = False
-    requests: dict[str, GenerateRequest] = field(default_factory=dict[str, GenerateRequest])
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
+LAST_WORDS = 5.0
+"""Seconds that a group which has been closed waits for the aborts still under way."""
 
 
 class RolloutGroup(Group):
@@ -101,15 +67,20 @@ class RolloutGroup(Group):
         follows: str = "policy",
         kv: Literal["rebuild", "keep"] = "rebuild",
         max_restarts: int = 3,
+        reply_timeout: float = 300.0,
     ) -> None:
+        """`reply_timeout`: seconds an engine may take to accept or to give back answers before it is fenced."""
         super().__init__(name, log)
         self.follows = follows
         self.sampling = sampling
+        self.max_restarts = max_restarts
         self.replicas = [Replica(f"{name}/{spec.rank}", spec) for spec in specs]
         self.on_failure: Callable[[Replica, str], None] = lambda replica, reason: None
         self.evaluation_tokens = 0
-        self._runtime, self._leases, self._kv, self._max_restarts = runtime, leases, kv, max_restarts
-        self._tasks: dict[str, _Task] = {}
+        self._runtime, self._leases, self._kv, self._reply_timeout = runtime, leases, kv, reply_timeout
+        self._calls: set[asyncio.Task[None]] = set()
+        self._background: asyncio.TaskGroup | None = None
+        self._tasks: dict[str, Task] = {}
         self._reported: dict[str, Counter[int]] = {}
         self._held_back: list[GenerateRequest] = []
         self._held = False
@@ -138,19 +109,24 @@ class RolloutGroup(Group):
         """
         return await self._answers(prompt, self.sampling.answers_per_prompt, self.sampling.temperature, lease=True)
 
+    def engines_of(self, uid: int, attempt: int) -> list[str]:
+        """The engines that have answers to this lease outstanding."""
+        ids = {i for i, t in self._tasks.items() if t.lease and (t.prompt.uid, t.prompt.attempt) == (uid, attempt)}
+        return [replica.key for replica in self.replicas if ids & replica.requests.keys()]
+
     async def evaluate(self, prompt: Prompt, temperature: float) -> Rollout:
         """One answer outside the ledger, for evaluation."""
         return await self._answers(prompt, 1, temperature, lease=False)
 
     async def _answers(self, prompt: Prompt, count: int, temperature: float, *, lease: bool) -> Rollout:
         reply: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        task = _Task(prompt, lease, count, temperature, reply, time.perf_counter())
+        task = Task(prompt, lease, count, temperature, reply, time.perf_counter())
         await self._inbox.put(Request("sample", (task,), reply))
         try:
             return await reply
         finally:
             if task.answers:
-                await self._abandon(task)
+                self._abandon(task)
 
     # ---- control lane: publishing --------------------------------------------------------------------------------
     async def prepare(self, replica: Replica, weights: WeightHandle) -> None:
@@ -168,56 +144,59 @@ class RolloutGroup(Group):
             replica.idle.clear()
             await replica.idle.wait()
 
-    async def release(self) -> None:
-        """Send what was held back while draining."""
+    def release(self) -> None:
+        """Draining is over: send what was held back."""
         self._held = False
-        waiting, self._held_back = self._held_back, []
-        if waiting:
-            await self._send(waiting)
+        self.flush()
 
-    def fence(self, replica: Replica, reason: str) -> None:
-        """Refuse everything this incarnation may still say; its leases are dropped and leased again."""
+    def flush(self) -> None:
+        """An engine has come to serve: send what had none to go to, unless all are being drained."""
+        waiting, self._held_back = self._held_back, []
+        self._dispatch(waiting)
+
+    def fence(self, replica: Replica) -> None:
+        """Refuse everything this incarnation may still say. Its leases are dropped, to be leased again; its other
+        answers begin anew elsewhere."""
         replica.serving = False
         replica.incarnation += 1
         lost, replica.requests = replica.requests, {}
         replica.idle.set()
-        for request_id in lost:
+        for request_id, request in lost.items():
             task = self._tasks.get(request_id)
-            if task is None:
-                continue
-            if task.lease:
+            if task is not None and task.lease:
                 self._leases.drop(task.prompt.uid, task.prompt.attempt, "fenced")
-            else:
-                self._refuse(task, GroupError(f"{replica.key} was fenced: {reason}"))
+            elif task is not None:
+                self._reported[request_id] = Counter()
+                self._dispatch([request])
 
-    async def restart(self, replica: Replica, reason: str) -> None:
-        """A fresh engine in a fenced one's place; it serves once the coordinator has it joined.
-
-        Raises GroupError after `max_restarts`.
-        """
+    async def restart(self, replica: Replica) -> None:
+        """A fresh engine in a fenced one's place; it serves once the coordinator has it joined. Raises GroupError."""
         old, replica.handle = replica.handle, None
+        replica.restarts += 1
         if old is not None:
             await old.close()
-        replica.restarts += 1
-        if replica.restarts > self._max_restarts:
-            raise GroupError(
-                f"{replica.key} failed {replica.restarts} times, groups.{self.name}.max_restarts = "
-                f"{self._max_restarts}; the last time: {reason}"
-            )
         await self.spawn(replica)
         self.emit(Restarted(group=self.name, rank=replica.spec.rank, incarnation=replica.incarnation))
 
     # ---- the actor -----------------------------------------------------------------------------------------------
-    async def handle(self, requests: list[Request]) -> None:
-        outgoing: list[GenerateRequest] = []
-        for request in requests:
-            outgoing += self._split(request.arguments[0])
-        if self._held:
-            self._held_back += outgoing
-        else:
-            await self._send(outgoing)
+    async def serve(self) -> None:
+        """Consumes requests, gives them to engines; their events complete the replies. Waits for the inbox, not for
+        engines: calls to those run beside it."""
+        async with asyncio.TaskGroup() as self._background:
+            try:
+                await super().serve()
+                if self._calls:
+                    _, unanswered = await asyncio.wait(self._calls, timeout=LAST_WORDS)
+                    for call in unanswered:
+                        call.cancel()
+            finally:
+                self._background = None
 
-    def _split(self, task: _Task) -> Iterable[GenerateRequest]:
+    async def handle(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._dispatch(list(self._split(request.arguments[0])))
+
+    def _split(self, task: Task) -> Iterable[GenerateRequest]:
         sampling, prompt, self._numbers = self.sampling, task.prompt, self._numbers + 1
         for number in range(task.count):
             request_id = f"{self._numbers}.{prompt.uid}.{prompt.attempt}.{number}"
@@ -233,41 +212,64 @@ class RolloutGroup(Group):
                 seed=answer_seed(sampling.seed, prompt.uid, prompt.attempt, number),
             )
 
-    async def _send(self, requests: list[GenerateRequest]) -> None:
+    def _dispatch(self, requests: list[GenerateRequest]) -> None:
+        """To the serving engine with the fewest answers outstanding; kept while there is none or all are drained."""
+        serving = [replica for replica in self.replicas if replica.serving]
+        if self._held or not serving:
+            self._held_back += requests
+            return
         batches: dict[str, list[GenerateRequest]] = {}
-        replicas = {replica.key: replica for replica in self.replicas if replica.serving}
         for request in requests:
-            if request.request_id not in self._tasks:
-                continue
-            if not replicas:
-                self._held_back.append(request)
-                continue
-            replica = min(replicas.values(), key=lambda r: len(r.requests))
-            replica.requests[request.request_id] = request
-            batches.setdefault(replica.key, []).append(request)
-        for key, batch in batches.items():
-            replica, incarnation = replicas[key], replicas[key].incarnation
-            try:
-                await self._engine(replica).call("add", batch)
-            except GroupError as error:
-                if replica.incarnation == incarnation:
-                    self.on_failure(replica, str(error))
+            if request.request_id in self._tasks:
+                replica = min(serving, key=lambda r: len(r.requests))
+                replica.requests[request.request_id] = request
+                batches.setdefault(replica.key, []).append(request)
+        for replica in serving:
+            if replica.key in batches:
+                self._start(self._call(replica, replica.incarnation, "add", batches[replica.key]))
 
-    async def _abandon(self, task: _Task) -> None:
-        """The caller is gone or was refused: abort what is left of its answers, and account for their tokens."""
+    def _abandon(self, task: Task) -> None:
+        """The caller is gone: abort what is left of its answers, and account for their tokens."""
+        left = set(task.answers)
         for replica in self.replicas:
             ids = [i for i in task.answers if replica.requests.pop(i, None) is not None]
-            if not ids or replica.handle is None:
-                continue
-            try:
-                for partial in await asyncio.shield(replica.handle.call("abort", ids)):
-                    self._settle_tokens(partial.request_id, partial.segments)
-            except GroupError:
-                pass  # a broken engine is fenced by its Failed event
+            if ids and self._start(self._abort(replica, replica.incarnation, task, ids)):
+                left -= set(ids)
             if not replica.requests:
                 replica.idle.set()
-        for request_id in list(task.answers):
+        for request_id in left:
             self._forget(task, request_id)
+
+    async def _abort(self, replica: Replica, incarnation: int, task: Task, ids: list[str]) -> None:
+        for partial in await self._call(replica, incarnation, "abort", ids) or ():
+            self._settle_tokens(partial.request_id, partial.segments)
+        for request_id in ids:
+            self._forget(task, request_id)
+
+    async def _call(self, replica: Replica, incarnation: int, verb: str, argument: object) -> Any:
+        """One call to an engine, unless it was fenced meanwhile. One that fails or is not answered has it fenced."""
+        if replica.incarnation != incarnation:
+            return None
+        try:
+            async with asyncio.timeout(self._reply_timeout):
+                return await self._engine(replica).call(verb, argument)
+        except TimeoutError:
+            reason = f"no answer to {verb} within {self._reply_timeout:g} s"
+        except GroupError as error:
+            reason = str(error)
+        if replica.incarnation == incarnation:
+            self.on_failure(replica, reason)
+        return None
+
+    def _start(self, call: Coroutine[Any, Any, None]) -> bool:
+        """Run a call to an engine beside the actor; False when the actor has ended."""
+        if self._background is None:
+            call.close()
+            return False
+        task = self._background.create_task(call, name=f"{self.name}.call")
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return True
 
     def _on_events(self, replica: Replica, incarnation: int, events: Sequence[EngineEvent]) -> None:
         for event in events:
@@ -322,7 +324,7 @@ class RolloutGroup(Group):
         if not task.answers and not task.reply.done():
             self._complete(task)
 
-    def _complete(self, task: _Task) -> None:
+    def _complete(self, task: Task) -> None:
         prompt = task.prompt
         needed = self.sampling.min_answers if task.lease else 1
         if len(task.samples) < needed:
@@ -349,11 +351,11 @@ class RolloutGroup(Group):
         task.reply.set_result(Rollout(prompt=prompt, samples=samples))
 
     @staticmethod
-    def _refuse(task: _Task, error: AsyncRLHFError) -> None:
+    def _refuse(task: Task, error: AsyncRLHFError) -> None:
         if not task.reply.done():
             task.reply.set_exception(error)
 
-    def _forget(self, task: _Task, request_id: str) -> None:
+    def _forget(self, task: Task, request_id: str) -> None:
         task.answers.pop(request_id, None)
         self._tasks.pop(request_id, None)
         self._reported.pop(request_id, None)
@@ -362,14 +364,3 @@ class RolloutGroup(Group):
         if replica.handle is None:
             raise GroupError(f"{replica.key} has no engine: it was fenced and has not been restarted yet")
         return replica.handle
-
-
-def answer_seed(run: int, uid: int, attempt: int, number: int) -> int:
-    """A 63-bit seed for one answer, equal in every run of the same seed and different for every answer of a run."""
-    mixed = run
-    for part in (uid, attempt, number):
-        mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) & (2**64 - 1)
-        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)  # the finalizer of splitmix64
-        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
-        mixed ^= mixed >> 31
-    return mixed >> 1

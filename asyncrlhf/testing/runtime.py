@@ -25,7 +25,7 @@ RETURNS_EVENTS = ("add", "commit")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong with one engine, once, at its first action after `at` seconds.
+    """What goes wrong with one engine, once, at its first action `at` seconds after the launch or later.
 
     die: the engine breaks (a Failed event, every call raises GroupError). hang: it answers nothing more. lose: it does
     what it is told, but the reply is lost. slow: it takes `seconds` more. mute: it breaks without a Failed event.
@@ -34,6 +34,7 @@ class Fault:
     group: str = "rollout"
     rank: int = 0
     at: float = 0.0
+    """Below 0: during the launch already."""
     kind: Literal["die", "hang", "lose", "slow", "mute"] = "die"
     verb: str = ""
     """The action it waits for: "prepare", "commit", "add", "abort", "step", ...; empty: whatever comes next."""
@@ -57,15 +58,15 @@ class Timing:
 class FakeRuntime:
     """Spawns any Engine class. `zombies`: engines that were closed work on, and what they say still arrives."""
 
-    def __init__(
-        self, timing: Timing | None = None, faults: Sequence[Fault] = (), *, zombies: bool = False
-    ) -> None:
+    def __init__(self, timing: Timing | None = None, faults: Sequence[Fault] = (), *, zombies: bool = False) -> None:
         self.timing = timing or Timing()
         self.zombies = zombies
         self.handles: list[FakeHandle] = []
         """Every engine ever spawned, in order."""
         self.late: list[EngineEvent] = []
         """Events that arrived after their engine had been closed."""
+        self.launched_at: float | None = 0.0
+        """Time that faults count from; None: not launched yet."""
         self._faults = sorted(faults, key=lambda fault: fault.at)
         self._random = Random(self.timing.seed)
 
@@ -93,8 +94,9 @@ class FakeRuntime:
 
     def fault(self, spec: EngineSpec, verb: str, now: float) -> Fault | None:
         """The fault that strikes this action, used up by asking."""
+        age = -1e-9 if self.launched_at is None else now - self.launched_at
         for fault in self._faults:
-            if fault.at > now:
+            if fault.at > age:
                 return None
             if (fault.group, fault.rank) == (spec.group, spec.rank) and fault.verb in ("", verb):
                 self._faults.remove(fault)
@@ -158,7 +160,9 @@ class FakeHandle:
     def end(self) -> None:
         """Whatever is left of it stops."""
         self._closed = True
-        self._failure = self._failure or f"group {self.spec.group!r}, rank {self.spec.rank}: the runtime has been closed"
+        self._failure = (
+            self._failure or f"group {self.spec.group!r}, rank {self.spec.rank}: the runtime has been closed"
+        )
         for reply in list(self._open):
             _set_error(reply, GroupError(self._failure))
         if not self._ended:
@@ -190,7 +194,9 @@ class FakeHandle:
                 self._commands.appendleft(command)
             return
         if fault is not None and fault.kind in ("die", "mute"):
-            self._break(GroupError(self._described(RuntimeError(f"{fault.kind} at {verb!r}, by the fault plan"))), fault)
+            self._break(
+                GroupError(self._described(RuntimeError(f"{fault.kind} at {verb!r}, by the fault plan"))), fault
+            )
             return
         if fault is not None and fault.kind == "slow":
             seconds += fault.seconds

@@ -205,9 +205,7 @@ class FakeSampler(GenerateEngine):
 
     def _close_run(self, answer: _Answer) -> None:
         if answer.open:
-            answer.segments.append(
-                Segment(version=self.version, token_count=answer.open, kv_mixed=answer.kv_mixed)
-            )
+            answer.segments.append(Segment(version=self.version, token_count=answer.open, kv_mixed=answer.kv_mixed))
             answer.open = 0
 
     def _so_far(self, answer: _Answer) -> GenerateRequest:

@@ -52,7 +52,9 @@ class FakeTransfer:
         """Raises PublishRefused if newer bytes took their place."""
         version, weights = _TABLE.get(payload["key"], (-1, {}))
         if version != payload["version"]:
-            raise PublishRefused(f"weights of version {payload['version']} are gone: version {version} took their place")
+            raise PublishRefused(
+                f"weights of version {payload['version']} are gone: version {version} took their place"
+            )
         yield from weights.items()
 
 
@@ -169,7 +171,7 @@ class FakeTrainer(FakeScorer, TrainEngine):
             answer = tokens[row][batch.prompt_lengths[row] :]
             for place in np.flatnonzero(mask).tolist():
                 gain = float(gains[row][0 if column.level == "sample" else place])
-                total[int(answer[place]) % 4] += gain * (1.0 + float(logprobs[row][place]))
+                total[int(answer[place]) % 4] += gain * (1.0 + float(logprobs[row][place]) / 8)
         return [part / count for part in total]
 
 

@@ -47,9 +47,7 @@ class Scenario:
     """One run in small: the knobs of a configuration under their own names, the workload, and what goes wrong."""
 
     seed: int = 0
-    timing: Timing = field(
-        default_factory=lambda: Timing(verbs={"step": 5.0, "commit": 1.0, "spawn": 2.0}, jitter=0.5)
-    )
+    timing: Timing = field(default_factory=lambda: Timing(verbs={"step": 5.0, "commit": 1.0, "spawn": 2.0}, jitter=0.5))
     prompts_per_step: int = 2
     answers_per_prompt: int = 2
     max_staleness: int = 0
@@ -155,6 +153,7 @@ class Run(typing.Generic[A]):
         self.crashed = False
         self.groups: dict[str, Group] = {}
         self._watch, self._keep = watch, keep
+        self._watch_error: Exception | None = None
         self._last: Popped | None = None
         self.runtime: FakeRuntime
         self.rows: FakeRows
@@ -177,7 +176,7 @@ class Run(typing.Generic[A]):
         return self.runtime.engine(group)
 
     async def main(self) -> str:
-        """Run to the end and say how it ended. Errors that end a run are kept in `error`, not raised."""
+        """Run to the end and say how it ended. Errors that end a run are kept in `error`; those of `watch` are raised."""
         scenario = self.scenario
         queues = [value for value in vars(self.algorithm).values() if isinstance(value, StageQueue)]
         closes: list[Callable[[], None]] = [self.coordinator.close]
@@ -188,7 +187,7 @@ class Run(typing.Generic[A]):
                 self.gate,
                 workers=scenario.capacity,
                 services=[self.coordinator.serve, *(group.serve for group in self.groups.values())],
-                start=self.coordinator.start,
+                start=self._launch,
                 finish=self.coordinator.finish,
                 close=closes,
                 stall_timeout=scenario.stall_timeout,
@@ -199,7 +198,13 @@ class Run(typing.Generic[A]):
             self.reason = type(self.error).__name__
         finally:
             await self.runtime.close()
+        if self._watch_error is not None:
+            raise self._watch_error
         return self.reason
+
+    async def _launch(self) -> None:
+        await self.coordinator.start()
+        self.runtime.launched_at = asyncio.get_running_loop().time()
 
     # ---- as a view of the event log, and as what the coordinator awaits after each step ----------------------------
     def see(self, event: Event, *, live: bool) -> None:
@@ -208,7 +213,11 @@ class Run(typing.Generic[A]):
         if isinstance(event, StepEnded) and not event.void and self._last is not None:
             self.batches.append((event.train_step, tuple(lease.uid for lease in self._last.batch.leases)))
         if self._watch is not None:
-            self._watch(self, event)
+            try:
+                self._watch(self, event)
+            except Exception as error:
+                self._watch_error = self._watch_error or error
+                raise
 
     def close(self) -> None:
         pass
@@ -286,6 +295,7 @@ async def build_run(
     run.log = EventLog(None, loop.time)
     run.log.subscribe(run)
     run.runtime = FakeRuntime(scenario.timing, scenario.faults, zombies=scenario.zombies)
+    run.runtime.launched_at = None
     run.rows = FakeRows(scenario.rows, epochs=scenario.epochs, unusable=scenario.unusable, seed=scenario.seed)
     run.scorer = FakeReward(seed=scenario.seed, timing=scenario.timing.seed, **scenario.reward)
     hints = typing.get_type_hints(algorithm)
@@ -379,9 +389,7 @@ def _loaded(resume: Saved | None, kind: type[Experience]) -> tuple[Manifest | No
     return msgspec.json.decode(resume.manifest, type=Manifest), payloads
 
 
-def _ledger(
-    scenario: Scenario, rows: FakeRows, manifest: Manifest | None, payloads: Sequence[Experience]
-) -> Ledger:
+def _ledger(scenario: Scenario, rows: FakeRows, manifest: Manifest | None, payloads: Sequence[Experience]) -> Ledger:
     count = rows.count if scenario.counted else None
     if manifest is None:
         return Ledger(scenario.rules(), count)
@@ -454,9 +462,7 @@ def _evaluator(run: Run[Any]) -> Evaluator | None:
     )
 
 
-async def _start(
-    run: Run[Any], trained: Sequence[TrainGroup], manifest: Manifest | None, resume: Saved | None
-) -> None:
+async def _start(run: Run[Any], trained: Sequence[TrainGroup], manifest: Manifest | None, resume: Saved | None) -> None:
     """Spawn the engines, load what was saved, and take the first checkpoint."""
     scenario = run.scenario
     run.log.emit(

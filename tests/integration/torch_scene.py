@@ -11,8 +11,10 @@ import torch
 
 from asyncrlhf import ops
 from asyncrlhf.backends.torch.guard import guard_torchvision
+from asyncrlhf.backends.torch.options import OptimizerOptions, TrainerOptions
 from asyncrlhf.backends.torch.scratch import write_model
-from asyncrlhf.messages import ArrayColumn, GenerateRequest, Sample, TrainBatch
+from asyncrlhf.backends.torch.train import TorchTrainer
+from asyncrlhf.messages import ArrayColumn, GenerateRequest, Sample, TrainBatch, pack
 
 guard_torchvision()
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -95,7 +97,7 @@ def make_model(directory: Path, *, model_type: str = "qwen2", seed: int = 0, **c
         directory,
         model_type=model_type,
         characters=CHARACTERS,
-        config=CONFIG | changes,
+        config={name: value for name, value in (CONFIG | changes).items() if value is not None},
         seed=seed,
         chat_template=TEMPLATE,
     )
@@ -196,3 +198,39 @@ def largest_gap(model: Any, request: GenerateRequest, sample: Sample) -> float:
     """Largest difference between a sample's log-probs and those of a plain forward."""
     found = reference_logprobs(model, request.prompt_token_ids, sample.token_ids, request.temperature)
     return float((found - torch.tensor(sample.logprobs)).abs().max())
+
+
+def trainer(model: str, **options: Any) -> TorchTrainer:
+    options.setdefault("optimizer", OptimizerOptions(learning_rate=1e-3, max_grad_norm=1e9))
+    return TorchTrainer(TrainerOptions(model=model, device="cpu", max_response_tokens=12, **options))
+
+
+def weights(engine: TorchTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in engine._model.parameters().items()}
+
+
+def gradients(engine: TorchTrainer, batch: TrainBatch, loss: ops.Loss) -> dict[str, torch.Tensor]:
+    """Gradients of one step, caught where the optimizer would take them."""
+    caught: dict[str, torch.Tensor] = {}
+
+    def keep(train_step: int, norm: float) -> float:
+        caught.update({n: p.grad.clone() for n, p in engine._model.parameters().items() if p.grad is not None})
+        return 0.0
+
+    original, engine._optimizer.step = engine._optimizer.step, keep  # type: ignore[method-assign]
+    assert engine.step(batch, pack(loss)).applied
+    engine._optimizer.step = original  # type: ignore[method-assign]
+    engine._optimizer.zero_grad()
+    return caught
+
+
+def tensors_of(engine: TorchTrainer) -> list[torch.Tensor]:
+    """Copies of the optimizer's moments and step counts."""
+    leaves = torch.utils._pytree.tree_leaves(engine._optimizer.state())
+    return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest relative difference of a tensor."""
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - e).norm() / e.norm().clamp(min=1e-12)) for n, e in expected.items())

@@ -6,6 +6,7 @@ in the layout "shared" rows with the same prompt may share that too: the answers
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -48,12 +49,12 @@ class Cut:
     """How the rows of a batch become micro-batches."""
 
     tokens: int
-    """Most places of a micro-batch, padding included; a longer row goes alone."""
+    """Most tokens of a micro-batch, in the layout "padded" padding included; a longer row goes alone."""
     rows: int = 0
     """Rows of a micro-batch instead, if above 0."""
     layout: Layout = "padded"
     """"padded": every row in a bin of its own. "packed": all rows in one bin. "shared": answers to one prompt behind a
-    single copy of it, wherever that is less work, in bins as wide as the longest of them."""
+    single copy of it, wherever that is less work, several such units to a bin."""
     pairs_per_token: float = 0.0
     """Attention pairs that cost as much as the rest of the model costs for one token; decides when sharing is less
     work."""
@@ -118,7 +119,7 @@ class Cut:
         elif self.layout == "packed":
             bins, starts, width = [0] * len(units), np.cumsum([0, *lengths[:-1]]).tolist(), sum(lengths)
         else:
-            bins, starts, width = _fill(lengths)
+            bins, starts, width = self._bins(lengths)
         sizes = np.asarray([len(unit) for unit in units])
         rows = np.asarray([row for unit in units for row in unit], dtype=np.int64)
         brings_prompt = np.zeros(len(rows), dtype=np.bool_)
@@ -137,6 +138,18 @@ class Cut:
             prompt_start=prompt_start,
         )
 
+    def _bins(self, lengths: list[int]) -> tuple[list[int], list[int], int]:
+        """Bins for units: (bin, start) of each unit, and the width with the least work in places and pairs."""
+        longest = max(lengths)
+        found: tuple[float, list[int], list[int], int] | None = None
+        for width in sorted({longest * quarters // 4 for quarters in (4, 5, 6, 8, 12)}):
+            bins, starts = _fill(lengths, width)
+            work = (max(bins) + 1) * width * (self.pairs_per_token + width)
+            if found is None or work < found[0]:
+                found = work, bins, starts, width
+        assert found is not None
+        return found[1:]
+
 
 def _unit_length(prompts: Integers, answers: Integers, unit: list[int]) -> int:
     if len(unit) == 1:
@@ -144,18 +157,22 @@ def _unit_length(prompts: Integers, answers: Integers, unit: list[int]) -> int:
     return int(prompts[unit[0]] + answers[unit].sum()) - len(unit)
 
 
-def _fill(lengths: list[int]) -> tuple[list[int], list[int], int]:
-    """Bins as wide as the longest unit, filled first-fit by decreasing length: (bin, start) of each unit, width."""
-    width = max(lengths)
+def _fill(lengths: list[int], width: int) -> tuple[list[int], list[int]]:
+    """(bin, start) of each unit in bins of `width` places: the longest first, each into the fullest bin it fits."""
     bins, starts = [0] * len(lengths), [0] * len(lengths)
-    used: list[int] = []
+    free: list[tuple[int, int]] = []
+    """(free places, bin), ascending."""
+    count = 0
     for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        place = next((b for b, taken in enumerate(used) if taken + lengths[i] <= width), len(used))
-        if place == len(used):
-            used.append(0)
-        bins[i], starts[i] = place, used[place]
-        used[place] += lengths[i]
-    return bins, starts, width
+        at = bisect_left(free, (lengths[i], -1))
+        if at < len(free):
+            left, bins[i] = free.pop(at)
+        else:
+            left, bins[i] = width, count
+            count += 1
+        starts[i] = width - left
+        insort(free, (left - lengths[i], bins[i]))
+    return bins, starts
 
 
 def ranges(starts: Integers, lengths: Integers) -> Integers:

@@ -19,6 +19,7 @@ from asyncrlhf.ops import TokenStats
 
 guard_torchvision()
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 from transformers.utils.import_utils import is_flash_attn_2_available  # noqa: E402
 
@@ -32,7 +33,8 @@ class Model:
     """A causal language model, or a critic (the same trunk under a scalar head), whose head sees chosen positions only.
 
     `trained`: float32 master weights, gradients on, bfloat16 as autocast; otherwise the weights themselves are of
-    `dtype` and frozen. Dropout is off either way: log-probs of trainer and sampler must agree.
+    `dtype` and frozen. The module is in evaluation mode either way, hence without dropout: log-probs of trainer and
+    sampler must agree.
     """
 
     def __init__(
@@ -62,13 +64,19 @@ class Model:
             head,
             FLASH if self.uses_flash else ATTENTION,
         )
-        self.module.to(self.device).requires_grad_(trained)
-        _disable_dropout(self.module)
-        self.module.train(trained)
+        self.module.to(self.device).requires_grad_(trained).eval()
         self.vocabulary_size = int(self.module.config.get_text_config().vocab_size)
         self._selected: Tensor | None = None
         output = self.module.get_output_embeddings() if head == "lm" else self.module.score
         output.register_forward_pre_hook(self._select)
+
+    def checkpoint_gradients(self) -> None:
+        """Keep only what goes into each layer, and compute the layer again in the backward pass."""
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in self.module.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                _disable_dropout(layer)
+                layer.training = True  # only such layers are checkpointed; what is inside stays in evaluation mode
 
     def cut(self, options: ScorerOptions) -> Cut:
         """How this model cuts batches into micro-batches."""
@@ -170,6 +178,11 @@ def _load(directory: Path, dtype: torch.dtype, head: str, attention: str) -> Any
         raise
     except (ValueError, ImportError, OSError) as error:
         raise ConfigError(f"model = {str(directory)!r}: {error}") from error
+    except KeyError as error:
+        raise ConfigError(
+            f"model = {str(directory)!r} does not take the attention function {error}, as older architectures of "
+            "transformers do not; use another backend for it"
+        ) from error
     missing = set(report["missing_keys"])
     if head == "value":
         missing -= _start_at_zero(module.score, missing)
@@ -206,10 +219,9 @@ def _start_at_zero(head: nn.Module, missing: set[str]) -> set[str]:
 
 
 def _disable_dropout(module: nn.Module) -> None:
-    for part in module.modules():
-        name = "p" if isinstance(part, nn.Dropout) else "attention_dropout"
-        if isinstance(getattr(part, name, None), float):
-            setattr(part, name, 0.0)
+    for name, value in vars(module).items():
+        if "dropout" in name and isinstance(value, float):
+            setattr(module, name, 0.0)
 
 
 def _entropy(logits: Tensor, total: Tensor) -> Tensor:

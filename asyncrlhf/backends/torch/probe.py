@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from asyncrlhf.backends.torch.attention import SlotCache
+from asyncrlhf.backends.torch.layout import Layout
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("require_cache_works", "require_packing_works")
+__all__ = ("require_cache_works", "require_layout_works")
 
 TOKENS = 6
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -42,11 +43,14 @@ def require_cache_works(model: Model) -> None:
 
 
 @torch.no_grad()
-def require_packing_works(model: Model) -> None:
-    """Lay the same tokens twice in one row. Raises ConfigError if the second ones do not give the log-probs of the
-    first."""
+def require_layout_works(model: Model, layout: Layout) -> None:
+    """Lay some tokens out beside padding, or twice in one row. Raises ConfigError if log-probs come out different."""
     ids, plain = _plain(model)
     every = torch.arange(TOKENS, device=model.device)
+    if layout == "padded":
+        found = model.forward(torch.cat([ids, ids[:, :2]], 1), every, use_cache=False)
+        _compare(model, found, plain, "rows that are padded on the right")
+        return
     block = torch.tril(torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=model.device))
     options: dict[str, Any] = {"attention_mask": torch.block_diag(block, block)[None, None]}
     if model.uses_flash:
@@ -54,7 +58,7 @@ def require_packing_works(model: Model) -> None:
         options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": TOKENS, "max_length_k": TOKENS}
     positions = torch.cat([every, every])[None]
     found = model.forward(torch.cat([ids, ids], 1), every + TOKENS, position_ids=positions, use_cache=False, **options)
-    _compare(model, found, plain, "rows that share a forward (layout packed or shared)")
+    _compare(model, found, plain, f"layout = {layout!r}, in which rows share a forward")
 
 
 def _plain(model: Model) -> tuple[Tensor, Tensor]:

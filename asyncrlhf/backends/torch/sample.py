@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrlhf.abc import GenerateEngine
 from asyncrlhf.backends.torch.attention import SlotCache
 from asyncrlhf.backends.torch.engine import TorchEngine
+from asyncrlhf.backends.torch.layout import Integers
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.options import SamplerOptions
 from asyncrlhf.backends.torch.probe import require_cache_works
 from asyncrlhf.backends.torch.replica import Replica
 from asyncrlhf.backends.torch.sampling import choose, uniforms
-from asyncrlhf.backends.torch.slots import Integers, Slots
+from asyncrlhf.backends.torch.slots import Slots
 from asyncrlhf.messages import EngineEvent, Finished, GenerateRequest, Rejected, Sample, WeightHandle
 
 __all__ = ("SamplerOptions", "TorchSampler")
@@ -134,7 +134,7 @@ class TorchSampler(TorchEngine, GenerateEngine):
                 f"{len(prompt) + request.max_tokens} places; this engine has {self._max_tokens} (the smaller of "
                 "max_sequence_tokens and the model's max_position_embeddings)"
             )
-        if request.temperature < 0:
+        if not request.temperature >= 0:
             return f"temperature = {request.temperature}; use 0 or more"
         lowest, highest = min(*prompt, *done, 0), max(*prompt, *done, 0)
         if lowest < 0 or highest >= self._model.vocabulary_size:
@@ -174,41 +174,35 @@ class TorchSampler(TorchEngine, GenerateEngine):
         self._sample(taken, self._prefill(np.arange(taken.start, taken.stop), sequences))
         return taken
 
-    def _prefill(self, slots: Integers, sequences: list[NDArray[np.int64]]) -> Tensor:
+    def _prefill(self, slots: Integers, sequences: list[Integers]) -> Tensor:
         """Write the KV cache of whole sequences; gives the logits [N, V] behind the last token of each.
 
-        Equal sequences (the answers to one prompt) are computed once.
+        Equal sequences (the answers to one prompt) are computed once, those of similar length together.
         """
-        places: dict[bytes, int] = {}
-        source = np.asarray([places.setdefault(s.tobytes(), len(places)) for s in sequences])
-        _, first = np.unique(source, return_index=True)
-        lengths = np.asarray([len(sequences[i]) for i in first])
-        order = np.argsort(lengths, kind="stable")
+        keys = [sequence.tobytes() for sequence in sequences]
+        unique = sorted(dict.fromkeys(keys), key=len)
+        ranks = {key: rank for rank, key in enumerate(unique)}
+        source = np.asarray([ranks[key] for key in keys])
+        lengths = [len(key) // np.dtype(np.int64).itemsize for key in unique]
         found: list[Tensor] = []
         start = 0
-        ranked = np.empty_like(order)
-        ranked[order] = np.arange(len(order))
-        while start < len(order):
-            end = start + 1
-            while end < len(order) and lengths[order[end]] * (end + 1 - start) <= self.options.prefill_tokens:
-                end += 1
-            found.append(
-                self._prefill_part(slots, ranked[source], start, [sequences[first[i]] for i in order[start:end]])
-            )
-            start = end
+        for end in range(1, len(unique) + 1):
+            if end == len(unique) or lengths[end] * (end + 1 - start) > self.options.prefill_tokens:
+                part = [np.frombuffer(key, dtype=np.int64) for key in unique[start:end]]
+                chosen = (source >= start) & (source < end)
+                found.append(self._prefill_part(slots[chosen], source[chosen] - start, part))
+                start = end
         logits = found[0] if len(found) == 1 else torch.cat(found)
-        return logits[torch.from_numpy(ranked[source]).to(self._device)]
+        return logits[torch.from_numpy(source).to(self._device)]
 
-    def _prefill_part(self, slots: Integers, source: Integers, start: int, sequences: list[Integers]) -> Tensor:
+    def _prefill_part(self, slots: Integers, source: Integers, sequences: list[Integers]) -> Tensor:
+        """One forward over `sequences`, shortest first; `source[i]` of them goes into slot `slots[i]`."""
         lengths = np.asarray([len(sequence) for sequence in sequences])
         width = int(lengths[-1])
         ids = np.zeros((len(sequences), width), dtype=np.int64)
         ids[np.arange(width) < lengths[:, None]] = np.concatenate(sequences)
-        chosen = (source >= start) & (source < start + len(sequences))
         self._cache.begin_prefill(
-            torch.from_numpy(slots[chosen]).to(self._device),
-            torch.from_numpy(source[chosen] - start).to(self._device),
-            width,
+            torch.from_numpy(slots).to(self._device), torch.from_numpy(source).to(self._device), width
         )
         return self._model.forward(
             torch.from_numpy(ids).to(self._device),
@@ -221,8 +215,8 @@ class TorchSampler(TorchEngine, GenerateEngine):
     @torch.inference_mode()
     def _rebuild(self) -> None:
         """Compute the KV cache of all running requests anew, under the weights in use."""
-        slots = np.arange(self._slots.count)
-        self._prefill(slots, [self._slots.sequence(slot) for slot in range(self._slots.count)])
+        count = self._slots.count
+        self._prefill(np.arange(count), [self._slots.sequence(slot) for slot in range(count)])
 
     def _sample(self, taken: slice, logits: Tensor) -> None:
         numbers = uniforms(self._slots.key[taken], self._slots.length[taken])

@@ -53,7 +53,12 @@ def choose(logits: Tensor, temperatures: NDArray[np.float32], numbers: NDArray[n
     tokens = (cumulative <= target).sum(-1).clamp_(max=logits.shape[1] - 1)
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logprobs.argmax(-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    if chosen.isneginf().any():  # a cumulative sum in parallel is not quite monotone
+        likeliest = logprobs.max(-1)
+        tokens = torch.where(chosen.isneginf(), likeliest.indices, tokens)
+        chosen = torch.where(chosen.isneginf(), likeliest.values, chosen)
+    return tokens, chosen
 
 
 def _mix_one(value: int) -> int:

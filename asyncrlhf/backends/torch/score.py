@@ -13,7 +13,7 @@ from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.layout import Cut
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.options import ScorerOptions
-from asyncrlhf.backends.torch.probe import require_packing_works
+from asyncrlhf.backends.torch.probe import require_layout_works
 from asyncrlhf.messages import Array, TrainBatch
 
 __all__ = ("ScorerOptions", "TorchScorer", "response_logprobs")
@@ -28,7 +28,7 @@ class TorchScorer(TorchEngine, ScoreEngine):
         self.options = options
         packed = options.layout == "packed"
         self._model = Model(options.model, dtype=options.dtype, device=options.device, packed=packed)
-        require_packing_works(self._model)
+        require_layout_works(self._model, options.layout)
         self._cut = self._model.cut(options)
 
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:

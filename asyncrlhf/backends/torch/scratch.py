@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,9 @@ from transformers.utils import logging as transformers_logging  # noqa: E402
 
 __all__ = ("ScratchOptions", "character_tokenizer", "write_model")
 
-EOS_ID, UNKNOWN_ID = 0, 1
+EOS_ID = 0
+OPTIONAL_FIELDS = ("head_dim", "sliding_window")
+"""Fields that architectures read if they are there, although their default configuration lacks them."""
 RESIDUAL_OUTPUTS = ("o_proj", "down_proj", "out_proj", "c_proj", "dense_4h_to_h", "fc2")
 """Last names of the modules whose output is added to the residual stream, across architectures."""
 
@@ -51,9 +54,11 @@ def write_model(
         architecture = AutoConfig.for_model(model_type, **fields)
     except ValueError as error:
         raise ConfigError(f"model_type = {model_type!r}: {error}") from error
-    unknown = sorted(set(config) - set(type(architecture)().to_dict()))
+    usual = type(architecture)()
+    unknown = sorted(name for name in config if not hasattr(usual, name) and name not in OPTIONAL_FIELDS)
     if unknown:
         raise ConfigError(f"{model_type} has no configuration field {', '.join(unknown)}")
+    _verify_tokenizer(architecture, tokenizer, characters)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
@@ -62,7 +67,6 @@ def write_model(
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = EOS_ID
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    _verify_tokenizer(directory, characters)
     return directory
 
 
@@ -99,9 +103,12 @@ def character_tokenizer(characters: str, size: int, chat_template: str = "") -> 
     )
 
 
-def _verify_tokenizer(directory: Path, characters: str) -> None:
+def _verify_tokenizer(architecture: Any, written: PreTrainedTokenizerFast, characters: str) -> None:
     """transformers may load the files with a class of the architecture's own: what counts is what that one reads."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    with TemporaryDirectory() as directory:
+        architecture.save_pretrained(directory)
+        written.save_pretrained(directory)
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     wrong = [c for i, c in enumerate(characters, 2) if tokenizer.encode(c, add_special_tokens=False) != [i]]
     if wrong or tokenizer.decode(tokenizer.encode(characters, add_special_tokens=False)) != characters:
         raise ConfigError(

@@ -8,12 +8,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrlhf.backends.torch.layout import Integers
 from asyncrlhf.backends.torch.sampling import stream_key
 from asyncrlhf.messages import Finished, GenerateRequest, Progress, Sample, Segment
 
 __all__ = ("Slots",)
-
-Integers = NDArray[np.int64]
 
 
 class Slots:

@@ -19,7 +19,7 @@ from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.optimizer import Optimizer
 from asyncrlhf.backends.torch.options import OptimizerOptions as OptimizerOptions
 from asyncrlhf.backends.torch.options import TrainerOptions
-from asyncrlhf.backends.torch.probe import require_packing_works
+from asyncrlhf.backends.torch.probe import require_layout_works
 from asyncrlhf.backends.torch.score import response_logprobs
 from asyncrlhf.backends.torch.state import load_state, save_model, save_state
 from asyncrlhf.errors import ConfigError, PublishRefused
@@ -46,9 +46,9 @@ class TorchTrainer(TorchEngine, TrainEngine):
             packed=options.layout == "packed",
             trained=True,
         )
-        require_packing_works(self._model)
+        require_layout_works(self._model, options.layout)
         if options.gradient_checkpointing:
-            self._model.module.gradient_checkpointing_enable({"use_reentrant": False})
+            self._model.checkpoint_gradients()
         self._optimizer = Optimizer(self._model.parameters(), options.optimizer)
         self._cut = self._model.cut(options)
         self._transport = import_object(options.transport)()

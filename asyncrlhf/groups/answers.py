@@ -1,0 +1,63 @@
+"""What a rollout group keeps: how to sample, the answers under way, the engines they are at."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from asyncrlhf.abc import EngineHandle, EngineSpec
+from asyncrlhf.messages import GenerateRequest, Prompt, Rollout, Sample
+
+__all__ = ("Replica", "Sampling", "Task", "answer_seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample, from the configuration of the group and the run."""
+
+    answers_per_prompt: int
+    min_answers: int
+    max_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """All answers to one prompt. `answers`: request id -> answer number, of those still outstanding."""
+
+    prompt: Prompt
+    lease: bool
+    count: int
+    temperature: float
+    reply: asyncio.Future[Rollout]
+    started: float
+    answers: dict[str, int] = field(default_factory=dict[str, int])
+    samples: dict[int, Sample] = field(default_factory=dict[int, Sample])
+    rejected: list[str] = field(default_factory=list[str])
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One engine: `key` names it in the membership, `requests` are its answers outstanding."""
+
+    key: str
+    spec: EngineSpec
+    handle: EngineHandle | None = None
+    incarnation: int = 0
+    restarts: int = 0
+    serving: bool = False
+    requests: dict[str, GenerateRequest] = field(default_factory=dict[str, GenerateRequest])
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def answer_seed(run: int, uid: int, attempt: int, number: int) -> int:
+    """A 63-bit seed for one answer, equal in every run of the same seed and different for every answer of a run."""
+    mixed = run
+    for part in (uid, attempt, number):
+        mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) & (2**64 - 1)
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & (2**64 - 1)  # the finalizer of splitmix64
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
+        mixed ^= mixed >> 31
+    return mixed >> 1

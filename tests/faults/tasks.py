@@ -1,0 +1,116 @@
+"""Rewards and an algorithm that misbehave, some always and some on prompts that their text picks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from algorithms.grpo import GRPO, GRPOExperience
+from tests.integration.tiny import graded as graded
+
+KINDS = 9
+
+
+def leave(name: str) -> None:
+    """A file in the current directory, for a test to see."""
+    Path(name).touch()
+
+
+def kind(prompt: str) -> int:
+    """Which of KINDS kinds a prompt is; nearly equally many are of each."""
+    return zlib.crc32(prompt.encode()) % KINDS
+
+
+async def mixed(prompt: str, response: str, ground_truth: str) -> Any:
+    """Raises, gives None or NaN for one kind of prompts each; the others are graded, some after a while."""
+    match kind(prompt):
+        case 0:
+            raise ValueError(f"no grade for {prompt}")
+        case 1:
+            return None
+        case 2:
+            return math.nan
+        case 3:
+            await asyncio.sleep(0.05)
+        case _:
+            await asyncio.sleep(0.005)
+    return graded(prompt, response, ground_truth)
+
+
+def fails(prompt: str, response: str, ground_truth: str) -> float:
+    """Never gives a reward."""
+    raise RuntimeError("the grader is out of order")
+
+
+def hangs(prompt: str, response: str, ground_truth: str) -> float:
+    """Never comes back for one kind of prompts."""
+    if kind(prompt) == 0:
+        threading.Event().wait()
+    return graded(prompt, response, ground_truth)
+
+
+async def slow(prompt: str, response: str, ground_truth: str) -> float:
+    """Long enough for something to happen meanwhile."""
+    await asyncio.sleep(0.3)
+    return graded(prompt, response, ground_truth)
+
+
+def nothing(prompt: str, response: str, ground_truth: str) -> Any:
+    return None
+
+
+def not_a_number(prompt: str, response: str, ground_truth: str) -> float:
+    return math.nan
+
+
+@dataclass(kw_only=True)
+class Picky(GRPO):
+    """Filters one kind of prompts, as dynamic sampling does."""
+
+    async def generate(self) -> None:
+        async for prompt in self.prompts:
+            rollout = await self.rollout.sample(prompt)
+            if kind(prompt.text) == 4:
+                continue
+            rewards = await self.reward.score(rollout)
+            await self.experience.put(
+                GRPOExperience(
+                    rollout=rollout, rewards=rewards, advantages=self.advantages(rewards), reference_logprobs=None
+                )
+            )
+
+
+def terminal(prompt: str) -> str:
+    """How a prompt ends under `Picky` and `mixed`."""
+    return {0: "failed", 1: "failed", 2: "failed", 4: "filtered"}.get(kind(prompt), "consumed")
+
+
+async def marks_long_words(prompt: str, response: str, ground_truth: str) -> float:
+    """Says so when it is given a word of the evaluation, and takes its time."""
+    if len(ground_truth) > 3:
+        leave("evaluating")
+        await asyncio.sleep(0.5)
+    return graded(prompt, response, ground_truth)
+
+
+async def blocks_the_loop(prompt: str, response: str, ground_truth: str) -> float:
+    """What an async function must not do."""
+    leave("blocked")
+    threading.Event().wait(30)
+    return 0.0
+
+
+GRADES = itertools.count()
+
+
+def fails_later(prompt: str, response: str, ground_truth: str) -> float:
+    """Grades the answers to a few prompts, then never again in this process."""
+    if next(GRADES) >= 24:
+        raise RuntimeError("the grader is out of order")
+    return graded(prompt, response, ground_truth)

@@ -1,0 +1,143 @@
+"""kill -9 at any moment, then resume: nothing is trained twice, nothing is lost, every counter goes on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrlhf.observe.events import Granted, Popped, RunStarted
+from tests.faults import scene
+from tests.faults.drill import check, drill
+from tests.faults.forks import Forks
+
+SAVE = "asyncrlhf.backends.torch.train:TorchTrainer.save_state"
+SUPERVISED = (
+    scene.BASE.replace("algorithms.grpo:GRPO", "algorithms.sft:SFT")
+    .replace("epochs = 2", 'epochs = 2\nresponse = "answer"')
+    .replace("answers_per_prompt = 2\n", "")
+    .replace("train_steps = 6", "train_steps = 20")
+    .replace("learning_rate = 1e-3", 'learning_rate = 1e-3\nschedule = "cosine"\nwarmup_steps = 3')
+)
+SUPERVISED = SUPERVISED[: SUPERVISED.index("[groups.rollout]")] + SUPERVISED[SUPERVISED.index("[checkpoint]") :]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("seed", "overrides"),
+    [(1, ()), (2, ("at_deadline=drop", "max_staleness=3", "lookahead=2", "publish.every=3"))],
+    ids=["mask", "drop"],
+)
+def test_R1_three_kills_and_every_prompt_of_both_epochs_ends_once(
+    forks: Forks, tmp_path: Path, seed: int, overrides: tuple[str, ...]
+) -> None:
+    done = drill(forks, tmp_path, 3, seed, overrides)
+    ends = check(tmp_path / "run")
+    assert len(done.kills) == 3, "the run was over before it could be killed three times"
+    assert ends["consumed"] > 0
+    assert ends["failed"] > 0
+    assert ends["filtered"] > 0
+
+
+def test_R4_a_killed_run_computes_what_an_undisturbed_one_does(forks: Forks, tmp_path: Path) -> None:
+    name = scene.write(tmp_path, SUPERVISED)
+    assert forks.start(tmp_path, name, "run_dir=whole").wait() == 0
+    child = forks.start(tmp_path, name, "checkpoint.every=5")
+    child.until(lambda: 10 in scene.steps_on_disk(tmp_path / "run"))
+    child.kill()
+    before = scene.steps_on_disk(tmp_path / "run")[-1]
+    assert 10 <= before < 20
+    assert forks.start(tmp_path, name, "checkpoint.every=5").wait() == 0
+    whole, killed = scene.rows(tmp_path / "whole"), scene.rows(tmp_path / "run")
+    assert scene.lineage(tmp_path / "run").resumed_from == [None, before]
+    for key in ("train_step", "policy_version", "publish_count", "optimizer_steps", "tokens/trained", "loss/loss"):
+        assert [row[key] for row in killed] == [row[key] for row in whole], key
+    rates = [row["loss/learning_rate"] for row in killed]
+    assert rates == [row["loss/learning_rate"] for row in whole]
+    assert len(set(rates)) > 15
+    weights = [(tmp_path / run / "final/model.safetensors").read_bytes() for run in ("whole", "run")]
+    assert weights[0] == weights[1]
+    kept = scene.manifest(tmp_path / "run")
+    assert (kept["train_step"], kept["publish_count"], kept["optimizer_steps"]) == (20, 20, {"policy": 20})
+
+
+def test_R2_leases_after_a_resume_stay_within_the_bound(forks: Forks, tmp_path: Path) -> None:
+    name, run, slow = scene.write(tmp_path), tmp_path / "run", "groups.reward.function=tests.faults.tasks:slow"
+    child = forks.start(tmp_path, name, slow, "checkpoint.every=1")
+    child.until(lambda: 2 in scene.steps_on_disk(run))
+    child.kill()
+    before = scene.manifest(run)["ledger"]["leases"]
+    assert before, "work was in flight when the checkpoint was taken"
+    assert forks.start(tmp_path, name, slow, "checkpoint.every=1").wait() == 0
+    live, kept = 0, sum(lease["state"] == "ready" for lease in before)
+    for event in reversed(scene.events(run)):
+        if isinstance(event, RunStarted):
+            break
+        live = 0 if isinstance(event, Popped) else live + isinstance(event, Granted)
+    assert 0 < kept + live <= 4 * (1 + 1), "B * (D + 1) before the first batch is taken"
+    for end in scene.lineage(run).step_ends:
+        assert sum(end.leases[state] for state in ("running", "scoring", "ready")) <= 8
+
+
+def test_R3_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(forks: Forks, tmp_path: Path) -> None:
+    name, run = scene.write(tmp_path), tmp_path / "run"
+    assert forks.start(tmp_path, name, "train_steps=2").wait() == 0
+    child = forks.start(tmp_path, name, halt_at=SAVE)
+    child.until((tmp_path / "halted").exists)
+    child.kill()
+    assert list((run / "checkpoints").glob(".step-000004.partial/policy/model.safetensors"))
+    assert scene.steps_on_disk(run) == [0, 2]
+    assert forks.start(tmp_path, name).wait() == 0
+    assert scene.lineage(run).resumed_from == [None, 2]
+    assert [row["train_step"] for row in scene.rows(run)] == list(range(6))
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def no_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def half_a_manifest(checkpoint: Path) -> None:
+    text = (checkpoint / "manifest.json").read_bytes()
+    (checkpoint / "manifest.json").write_bytes(text[: len(text) // 2])
+
+
+def empty_payloads(checkpoint: Path) -> None:
+    (checkpoint / "payloads.msgpack").write_bytes(b"")
+
+
+def no_model(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "policy")
+
+
+@pytest.mark.parametrize("tear", [no_manifest, half_a_manifest, empty_payloads, no_model], ids=lambda f: f.__name__)
+def test_R3_the_newest_checkpoint_that_is_whole_is_chosen(
+    forks: Forks, trained: Path, tear: Callable[[Path], None]
+) -> None:
+    run = trained / "run"
+    assert scene.steps_on_disk(run) == [2, 4]
+    tear(run / "checkpoints/step-000004")
+    child = forks.start(trained, "run.toml")
+    assert child.wait() == 0, child.text
+    assert scene.lineage(run).resumed_from == [None, 2]
+    assert ("going on from step-000002 instead" in child.text) == (tear is not no_manifest)
+    assert [row["train_step"] for row in scene.rows(run)] == list(range(6))
+    assert scene.steps_on_disk(run) == [4, 6]
+
+
+def test_R3_train_steps_without_a_whole_checkpoint_are_no_silent_restart(forks: Forks, trained: Path) -> None:
+    run = trained / "run"
+    half_a_manifest(run / "checkpoints/step-000002")
+    half_a_manifest(run / "checkpoints/step-000004")
+    before = scene.contents(run)
+    child = forks.start(trained, "run.toml")
+    assert child.wait() == 2
+    assert "step-000004/manifest.json is torn" in child.text
+    assert "step-000002/manifest.json is torn" in child.text
+    shutil.rmtree(run / "checkpoints")
+    child = forks.start(trained, "run.toml")
+    assert child.wait() == 2
+    assert 'error: resume = "auto": run_dir = "run" holds 4 train steps and no complete checkpoint' in child.text
+    assert scene.contents(run) == {path: text for path, text in before.items() if "checkpoints" not in path}

@@ -1,0 +1,51 @@
+"""What importing costs: options load no torch, and transformers works beside a torchvision made for another torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, *path: Path) -> str:
+    """Standard output of a fresh interpreter."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))}
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_options_layouts_and_corrections_load_no_torch() -> None:
+    code = """
+import sys
+import asyncrlhf.backends.torch.options, asyncrlhf.backends.torch.layout
+import asyncrlhf.ops.corrections, asyncrlhf.ops.advantages
+print(sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+    assert python(code) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("error", "hidden"),
+    [
+        ("RuntimeError('operator torchvision::nms does not exist')", True),
+        ("ImportError('libtorch.so')", True),
+        ("", False),
+    ],
+)
+def test_a_broken_torchvision_is_hidden(tmp_path: Path, error: str, hidden: bool) -> None:
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "part.py").write_text("")
+    (package / "__init__.py").write_text("import torchvision.part\n" + (f"raise {error}\n" if error else ""))
+    code = """
+import importlib.util, sys
+from asyncrlhf.backends.torch.guard import guard_torchvision
+print(guard_torchvision(), importlib.util.find_spec("torchvision") is None, "torchvision.part" in sys.modules)
+print(guard_torchvision())
+"""
+    assert python(code, tmp_path).split("\n") == [f"{hidden} {hidden} {not hidden}", "False"]
