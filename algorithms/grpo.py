@@ -30,6 +30,10 @@ class GRPOLoss(ops.Loss, frozen=True):
     kl: float = 0.0
     """Weight of the pull towards the reference policy; needs [groups.reference]."""
 
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        return self.clip_low, self.clip_high
+
     def __call__(self, new: ops.TokenStats, batch: ops.MicroBatch) -> Tensor:
         ratio = (new.logprobs - batch.anchor_logprobs).exp()
         loss = -batch.weight * ops.clipped_gain(ratio, batch.advantages, self.clip_low, self.clip_high)

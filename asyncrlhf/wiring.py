@@ -70,6 +70,7 @@ def wire(config: Config) -> Wiring:
     stage_queues: dict[str, type] = {}
     experience_type: type[Experience] = Experience
     setting_types: dict[str, Any] = {}
+    required: list[str] = []
     for field in dataclasses.fields(cast(Any, kind)):
         hint, optional = _without_none(hints[field.name])
         origin = typing.get_origin(hint) or hint
@@ -90,6 +91,8 @@ def wire(config: Config) -> Wiring:
             found["coordinator"] = field.name
         else:
             setting_types[field.name] = hints[field.name]
+            if field.default is field.default_factory is dataclasses.MISSING and field.name != "state":
+                required.append(field.name)
     for part, annotation in (
         ("experience", "rl.ExperienceQueue[...]"),
         ("prompts", "rl.PromptSource"),
@@ -114,7 +117,7 @@ def wire(config: Config) -> Wiring:
         tables=tables,
         experience_type=experience_type,
         stage_queues=stage_queues,
-        settings=_settings(config, setting_types),
+        settings=_settings(config, setting_types, required),
         **found,
     )
     _check(config, wiring)
@@ -149,8 +152,11 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def _settings(config: Config, kinds: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(config: Config, kinds: Mapping[str, Any], required: Iterable[str]) -> dict[str, Any]:
     """The `[settings]` table, converted field by field; only what it sets."""
+    for name in required:
+        if name not in config.settings:
+            raise ConfigError(f"settings.{name} is missing; {config.algorithm} has no default for it")
     fields = [(name, kind, msgspec.UNSET) for name, kind in kinds.items() if name != "state"]
     table = msgspec.defstruct("settings", fields, kw_only=True, forbid_unknown_fields=True)
     values = convert(config.settings, table, "settings")

@@ -76,12 +76,13 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
     """Start from random weights."""
     head: Literal["lm", "value"] = "lm"
     """What sits on the trunk: token log-probs, or one value per token."""
-    micro_batch_tokens: Positive = 8192
+    micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
     micro_batch_rows: Count = 0
     """Rows forwarded at once; 0: only tokens count."""
-    layout: Literal["padded", "packed"] = "padded"
-    """Rows sorted by length and padded (faster on CPU), or laid end to end."""
+    layout: Literal["padded", "packed", "shared"] = "padded"
+    """Rows sorted by length and padded; laid end to end in one (GPUs with flash attention); or sharing the prompt that
+    they answer (fewest tokens, fastest on a CPU)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     optimizer: OptimizerTable = OptimizerTable()
@@ -140,7 +141,7 @@ class TorchScore(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
 
     model: Name | None = None
     """Hugging Face directory; left out: the policy as the run starts."""
-    micro_batch_tokens: Positive = 8192
+    micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
 
 

@@ -149,9 +149,6 @@ class Coordinator:
                 if self._mode == "drain":
                     for follower in followers:
                         follower.release()
-            self._gate.publish(self._members.published)
-        else:
-            self._gate.publish(version)
         self.publish_count += 1
         seconds = time.perf_counter() - began
         self._emit(
@@ -164,6 +161,7 @@ class Coordinator:
                 fenced=tuple(self._fenced),
             )
         )
+        self._gate.publish(self._members.published if followers else version)
 
     async def _phase(self, phase: Literal["prepare", "commit"]) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -48,6 +48,8 @@ class Replica:
     incarnation: int = 0
     restarts: int = 0
     serving: bool = False
+    aborting: int = 0
+    """Aborts that it has not answered yet."""
     requests: dict[str, GenerateRequest] = field(default_factory=dict[str, GenerateRequest])
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -213,7 +213,8 @@ class RolloutGroup(Group):
             )
 
     def _dispatch(self, requests: list[GenerateRequest]) -> None:
-        """To the serving engine with the fewest answers outstanding; kept while there is none or all are drained."""
+        """To the serving engine with the fewest answers outstanding, one that leaves an abort unanswered last; kept
+        while there is none or all are drained."""
         serving = [replica for replica in self.replicas if replica.serving]
         if self._held or not serving:
             self._held_back += requests
@@ -221,7 +222,7 @@ class RolloutGroup(Group):
         batches: dict[str, list[GenerateRequest]] = {}
         for request in requests:
             if request.request_id in self._tasks:
-                replica = min(serving, key=lambda r: len(r.requests))
+                replica = min(serving, key=lambda r: (r.aborting > 0, len(r.requests)))
                 replica.requests[request.request_id] = request
                 batches.setdefault(replica.key, []).append(request)
         for replica in serving:
@@ -241,10 +242,14 @@ class RolloutGroup(Group):
             self._forget(task, request_id)
 
     async def _abort(self, replica: Replica, incarnation: int, task: Task, ids: list[str]) -> None:
-        for partial in await self._call(replica, incarnation, "abort", ids) or ():
-            self._settle_tokens(partial.request_id, partial.segments)
-        for request_id in ids:
-            self._forget(task, request_id)
+        replica.aborting += 1
+        try:
+            for partial in await self._call(replica, incarnation, "abort", ids) or ():
+                self._settle_tokens(partial.request_id, partial.segments)
+        finally:
+            replica.aborting -= 1
+            for request_id in ids:
+                self._forget(task, request_id)
 
     async def _call(self, replica: Replica, incarnation: int, verb: str, argument: object) -> Any:
         """One call to an engine, unless it was fenced meanwhile. One that fails or is not answered has it fenced."""

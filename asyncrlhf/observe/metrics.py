@@ -208,7 +208,7 @@ def _metric_cells(steps: list[OptimizerStep], policy: str) -> dict[str, Cell]:
             own = values.setdefault(_cell_name(step.group, metric, policy), [])
             if step.applied:
                 own.append(finite(value))
-    cells: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {"logprob_gap": None}
     for name, found in values.items():
         numbers = [value for value in found if value is not None]
         cells[name] = fmean(numbers) if numbers and len(numbers) == len(found) else None

@@ -38,6 +38,12 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     uses_masked_rows: ClassVar[bool] = False
     """True: rows without an unmasked token are forwarded all the same."""
 
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """(low, high): the ratio to the anchor is followed only within 1 - low .. 1 + high; measured as
+        clip_fraction. None: the loss does not clip."""
+        return None
+
     def __call__(self, new: TokenStats, batch: MicroBatch) -> Tensor:
         """[T] loss of every response token of the micro-batch."""
         raise TypeError(f"{type(self).__name__} must define __call__(self, new, batch) -> Tensor [T]")

@@ -437,7 +437,15 @@ def _rollout_group(run: Run[Any], name: str, specs: Sequence[EngineSpec]) -> Rol
         seed=scenario.seed,
     )
     return RolloutGroup(
-        name, run.log, run.runtime, specs, sampling, run.gate, kv=scenario.kv, max_restarts=scenario.max_restarts
+        name,
+        run.log,
+        run.runtime,
+        specs,
+        sampling,
+        run.gate,
+        kv=scenario.kv,
+        max_restarts=scenario.max_restarts,
+        reply_timeout=scenario.publish_timeout,
     )
 
 

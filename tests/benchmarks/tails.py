@@ -43,6 +43,7 @@ source = "asyncrlhf.data.tasks:reverse"
 options = {{ length = 10 }}
 [groups.policy]
 micro_batch_tokens = 1024
+layout = "shared"
 [groups.policy.scratch]
 characters = "abcdefghijklmnopqrstuvwxyz>"
 config = {{ vocab_size = 128, hidden_size = 128, intermediate_size = 256, num_hidden_layers = 4, num_attention_heads = 4, \

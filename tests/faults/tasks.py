@@ -86,6 +86,13 @@ class Picky(GRPO):
             )
 
 
+@dataclass(kw_only=True)
+class Demanding(GRPO):
+    """Has a setting without a default."""
+
+    beta: float
+
+
 def terminal(prompt: str) -> str:
     """How a prompt ends under `Picky` and `mixed`."""
     return {0: "failed", 1: "failed", 2: "failed", 4: "filtered"}.get(kind(prompt), "consumed")

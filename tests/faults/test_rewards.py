@@ -127,6 +127,7 @@ def test_L2_the_end_of_the_data_has_a_name(forks: Forks, tmp_path: Path, last: s
             "max_sequence_tokens = 99, and the model's max_position",
         ),
         (["groups.policy.scratch.config.hidden_sise=4"], "groups.policy.scratch: qwen2 has no configuration field"),
+        (["algorithm=tests.faults.tasks:Demanding"], "settings.beta is missing; tests.faults.tasks:Demanding has no"),
         (["data.chat=true"], "data.chat = true, but the tokenizer has no chat template"),
         (["groups.reward.function=tests.faults.tasks:grade"], "groups.reward.function = "),
     ],

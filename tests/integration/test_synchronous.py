@@ -46,7 +46,7 @@ def by_hand(model: Path, minibatches: int) -> tuple[list[float], dict[str, torch
     sampler = TorchSampler(SamplerOptions(model=str(model), slots=64, max_sequence_tokens=8))
     optimizer = OptimizerOptions(learning_rate=3e-3, betas=(0.9, 0.95), min_ratio=0.0, total_steps=STEPS)
     trainer = TorchTrainer(
-        TrainerOptions(model=str(model), optimizer=optimizer, micro_batch_tokens=8192, max_response_tokens=4)
+        TrainerOptions(model=str(model), optimizer=optimizer, micro_batch_tokens=2048, max_response_tokens=4)
     )
     task = reverse(length=2, alphabet="abc")
     rewards: list[float] = []
@@ -125,7 +125,7 @@ def test_zero_staleness_equals_the_synchronous_loop(in_directory: Callable[[str]
     rewards, weights, uids = by_hand(config.parent / "run/initial/policy", minibatches)
     rows = [json.loads(line) for line in (config.parent / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["reward/mean"] for row in rows] == rewards
-    assert len(set(rewards)) == STEPS
+    assert len(set(rewards)) > 1
     events = [json.loads(line) for line in (config.parent / "run/events.jsonl").read_text().splitlines()]
     assert [e["uids"] for e in events if e["type"] == "Popped"] == uids
     assert all(set(e["trained_by_lag"]) <= {"0"} for e in events if e["type"] == "Popped")

@@ -49,6 +49,8 @@ class TorchSampler(TorchEngine, GenerateEngine):
         self._waiting: deque[GenerateRequest] = deque()
         self._known: set[str] = set()
         self._unsent: list[EngineEvent] = []
+        self._cache_is_old = False
+        """Weights were swapped and the cache was not rebuilt yet: that is the next step's work, not the publisher's."""
 
     @property
     def has_work(self) -> bool:
@@ -69,8 +71,11 @@ class TorchSampler(TorchEngine, GenerateEngine):
     @torch.inference_mode()
     def step(self) -> Sequence[EngineEvent]:
         events, self._unsent = self._unsent, []
-        if self._slots.count:
-            self._decode()
+        if count := self._slots.count:
+            if self._cache_is_old:
+                self._rebuild(count)
+            else:
+                self._decode()
             self._finish(events)
         if self._waiting and self._slots.free:
             taken = self._admit()
@@ -112,8 +117,8 @@ class TorchSampler(TorchEngine, GenerateEngine):
         self.version = version
         if moved and self._slots.count:
             if kv == "rebuild":
-                self._rebuild()
-            else:
+                self._cache_is_old = True
+            elif not self._cache_is_old:
                 self._slots.kv_mixed[: self._slots.count] = True
         return events
 
@@ -213,10 +218,11 @@ class TorchSampler(TorchEngine, GenerateEngine):
         )
 
     @torch.inference_mode()
-    def _rebuild(self) -> None:
-        """Compute the KV cache of all running requests anew, under the weights in use."""
-        count = self._slots.count
-        self._prefill(np.arange(count), [self._slots.sequence(slot) for slot in range(count)])
+    def _rebuild(self, count: int) -> None:
+        """In place of a decode: compute the KV cache of all running requests anew, under the weights in use."""
+        sequences = [self._slots.sequence(slot) for slot in range(count)]
+        self._sample(slice(0, count), self._prefill(np.arange(count), sequences))
+        self._cache_is_old = False
 
     def _sample(self, taken: slice, logits: Tensor) -> None:
         numbers = uniforms(self._slots.key[taken], self._slots.length[taken])

@@ -133,9 +133,9 @@ class Slots:
         )
 
     def sequence(self, slot: int) -> Integers:
-        """Prompt and answer so far but its last token: what the KV cache of a running request holds."""
+        """Prompt and answer so far."""
         prompt = np.asarray(self._request(slot).prompt_token_ids, dtype=np.int64)
-        return np.concatenate([prompt, self.tokens[slot, : self.length[slot] - 1]])
+        return np.concatenate([prompt, self.tokens[slot, : self.length[slot]]])
 
     def release(self, slots: Integers) -> tuple[Integers, Integers]:
         """Free `slots` (ascending); the last requests move into the holes. Gives (from, to) slots of the moves."""

@@ -65,7 +65,9 @@ class TorchTrainer(TorchEngine, TrainEngine):
             return StepResult(applied=False, reason="empty")
         columns = rows.columns()
         columns["coefficient"] = torch.from_numpy(self._coefficients(function, rows)).to(self._model.device)
-        measures = Measures(first=self._stepped_in != batch.train_step, train_step=batch.train_step)
+        measures = Measures(
+            first=self._stepped_in != batch.train_step, train_step=batch.train_step, clip=function.clip_range
+        )
         self._optimizer.zero_grad()
         for forward in rows.forwards(self._cut, chosen, flash=self._model.uses_flash):
             self._backward(function, rows, rows.pick(columns, forward), forward, measures)
