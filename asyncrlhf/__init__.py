@@ -1,4 +1,4 @@
-"""asyncrlhf: model groups as async actors, joined by typed queues with bounded staleness. Importing it loads no torch."""
+"""asyncrlhf: model groups as async actors, joined by typed queues with bounded staleness. Imports no torch."""
 
 from asyncrlhf.algorithm import Algorithm as Algorithm
 from asyncrlhf.algorithm import Stage as Stage

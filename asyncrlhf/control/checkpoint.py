@@ -20,7 +20,15 @@ from asyncrlhf.flow.leases import LedgerState
 from asyncrlhf.messages import Experience
 from asyncrlhf.messages.wire import Packed
 
-__all__ = ("Checkpoints", "Manifest", "TornCheckpoint", "encode_payloads", "flush_tree", "load_checkpoint", "load_manifest")
+__all__ = (
+    "Checkpoints",
+    "Manifest",
+    "TornCheckpoint",
+    "encode_payloads",
+    "flush_tree",
+    "load_checkpoint",
+    "load_manifest",
+)
 
 FORMAT = 1
 MANIFEST, PAYLOADS = "manifest.json", "payloads.msgpack"
@@ -47,6 +55,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration values that must be the same on resume, because prompts are counted by them."""
     origin: str = ""
     """The checkpoint of another run directory that this run began with."""
+    files: Mapping[str, int] = {}
+    """Every other file of the checkpoint, with its size in bytes."""
 
 
 class TornCheckpoint(CheckpointError):
@@ -95,7 +105,9 @@ class Checkpoints:
                 (draft / name).mkdir()
                 await fill(draft / name)
             (draft / PAYLOADS).write_bytes(msgspec.msgpack.encode([msgspec.Raw(item) for item in payloads]))
-            (draft / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            sizes = {str(path.relative_to(draft)): path.stat().st_size for path in _files(draft)}
+            text = msgspec.json.encode(msgspec.structs.replace(manifest, files=sizes))
+            (draft / MANIFEST).write_bytes(msgspec.json.format(text, indent=1))
             flush_tree(draft)
             shutil.rmtree(target, ignore_errors=True)
             draft.rename(target)
@@ -170,10 +182,15 @@ def load_checkpoint(path: Path, experience: type[Experience]) -> tuple[Manifest,
         raise TornCheckpoint(f"{path / PAYLOADS} is torn: {error}") from error
     if manifest.payload_count != len(payloads):
         raise TornCheckpoint(f"{path} has {len(payloads)} payloads, and its manifest names {manifest.payload_count}")
-    for name in manifest.groups:
-        if not (path / name).is_dir():
-            raise TornCheckpoint(f"{path / name} is missing")
+    found = {str(file.relative_to(path)): file.stat().st_size for file in _files(path)}
+    for name, size in manifest.files.items():
+        if found.get(name) != size:
+            raise TornCheckpoint(f"{path / name} has {found.get(name, 'no')} bytes, and its manifest names {size}")
     return manifest, payloads
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
 def _read(path: Path) -> bytes:

@@ -60,7 +60,7 @@ def build_batch(popped: Popped, max_staleness: int) -> TrainBatch:
     columns = {
         "token_ids": _column("sequence", [e.prompt.token_ids + s.token_ids for _, e, _, s in rows], np.int32),
         "behaviour_logprobs": _column("token", [s.logprobs for _, _, _, s in rows]),
-        "versions": ArrayColumn("token", tuple(versions)),
+        "versions": ArrayColumn("token", tuple(map(_sampled_by, versions, (s for _, _, _, s in rows)))),
         "mask": ArrayColumn("token", tuple(masks)),
     }
     for name, level in experience_columns(type(popped.experiences[0])).items():
@@ -128,6 +128,12 @@ def popped_event(popped: Popped, batch: TrainBatch, max_staleness: int) -> Poppe
 def _written_by_model(sample: Sample) -> NDArray[np.bool_]:
     """bool [T]: tokens that may be trained on."""
     return np.array([s.source != "environment" for s in sample.segments for _ in range(s.token_count)], bool)
+
+
+def _sampled_by(versions: Array, sample: Sample) -> Array:
+    """int32 [T]: w_i, and -1 for tokens that the data set wrote."""
+    written = np.array([s.source == "data" for s in sample.segments for _ in range(s.token_count)], bool)
+    return np.where(written, np.int32(-1), versions)
 
 
 def _from_policy(experiences: Sequence[Experience]) -> bool:

@@ -53,8 +53,8 @@ class TrainBatch:
     """Rows to train on in train step `train_step`.
 
     Always present: `token_ids` (sequence), `behaviour_logprobs`, `mask` (1.0 where the token may enter a gradient),
-    `versions` (token), `rewards` (sample). Before a loss sees it: `anchor_logprobs` and `weight` (token) from the
-    off-policy correction. Algorithms and transforms add their own.
+    `versions` (token; -1: written by the data set), and where there are any `rewards` (sample). Before a loss sees it:
+    `anchor_logprobs` and `weight` (token) from the off-policy correction. Algorithms and transforms add their own.
 
     Example: two rows, prompts of 6 tokens, responses of 3 and 5: prompt_lengths (6, 6), response_lengths (3, 5);
     columns["token_ids"].fetch() gives arrays of 9 and 11, columns["mask"].fetch() arrays of 3 and 5.

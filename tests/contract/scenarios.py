@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrlhf.testing import FakeSamplerOptions, FakeTrainerOptions, Fault, Scenario, Timing
 
-RATES = st.sampled_from([0.0, 0.0, 0.1, 0.4])
+RATES = st.sampled_from([0.0, 0.0, 0.0, 0.1, 0.3])
 
 
 @st.composite
@@ -32,7 +32,7 @@ def timings(draw: st.DrawFn, **fixed: Any) -> Timing:
 @st.composite
 def faults(draw: st.DrawFn, replicas: int, most: int) -> tuple[Fault, ...]:
     found: list[Fault] = []
-    for _ in range(draw(st.integers(0, most))):
+    for _ in range(draw(st.sampled_from(range(most + 1)))):
         kind = draw(st.sampled_from(["die", "die", "hang", "lose", "slow", "mute"]))
         verb = draw(st.sampled_from(["", "token", "add", "abort", "prepare", "commit"]))
         found.append(
@@ -51,30 +51,30 @@ def faults(draw: st.DrawFn, replicas: int, most: int) -> tuple[Fault, ...]:
 def scenarios(draw: st.DrawFn, *, most_faults: int = 0, **fixed: Any) -> Scenario:
     """`fixed` values win over drawn ones; a calm world has most_faults = 0."""
     staleness = fixed.pop("max_staleness", None)
-    staleness = draw(st.integers(0, 4)) if staleness is None else staleness
+    staleness = draw(st.sampled_from(range(5))) if staleness is None else staleness
     ahead = fixed.pop("lookahead", None)
-    ahead = draw(st.integers(0, staleness)) if ahead is None else ahead
+    ahead = draw(st.sampled_from(range(staleness + 1))) if ahead is None else ahead
     order = fixed.pop("order", None) or draw(st.sampled_from(["ready", "ready", "admission"]))
-    replicas = draw(st.integers(1, 3))
-    answers = draw(st.integers(1, 3))
-    rows, epochs = draw(st.integers(0, 14)), draw(st.integers(1, 2))
+    replicas = draw(st.sampled_from([1, 2, 3]))
+    answers = draw(st.sampled_from([1, 2, 3]))
+    rows, epochs = draw(st.sampled_from([0, 1, 5, 12, 20, 30])), draw(st.sampled_from([1, 2]))
     values: dict[str, Any] = {
         "seed": draw(st.integers(0, 10**6)),
         "timing": draw(timings()),
-        "prompts_per_step": draw(st.integers(1, 4)),
+        "prompts_per_step": draw(st.sampled_from([1, 2, 3, 4])),
         "answers_per_prompt": answers,
         "max_staleness": staleness,
         "lookahead": ahead,
         "order": order,
         "at_deadline": "mask" if order == "admission" else draw(st.sampled_from(["mask", "wait", "drop"])),
-        "train_steps": draw(st.sampled_from([None, None, 3, 7])),
+        "train_steps": draw(st.sampled_from([None, None, 4, 9])),
         "last": draw(st.sampled_from(["train", "drop"])),
-        "publish_every": draw(st.integers(1, ahead + 1)),
+        "publish_every": draw(st.sampled_from(range(1, ahead + 2))),
         "publish_mode": draw(st.sampled_from(["in_flight", "in_flight", "drain"])),
         "publish_timeout": 60.0,
         "kv": draw(st.sampled_from(["rebuild", "rebuild", "keep"])),
         "byte_limit": draw(st.sampled_from([None, None, 0, 300])),
-        "max_attempts": draw(st.integers(1, 3)),
+        "max_attempts": draw(st.sampled_from([1, 2, 3])),
         "max_filtered": 1000,
         "min_answers": draw(st.sampled_from([None, 1])),
         "lease_timeout": 150.0,
@@ -87,8 +87,8 @@ def scenarios(draw: st.DrawFn, *, most_faults: int = 0, **fixed: Any) -> Scenari
         "counted": draw(st.booleans()),
         "replicas": replicas,
         "sampler": FakeSamplerOptions(
-            slots=draw(st.integers(1, 5)),
-            length=draw(st.sampled_from([1.0, 4.0, 9.0])),
+            slots=draw(st.sampled_from([1, 3, 6])),
+            length=draw(st.sampled_from([1.0, 5.0, 12.0])),
             sigma=draw(st.sampled_from([0.0, 0.7, 1.3])),
             rejected=draw(RATES),
         ),
@@ -130,10 +130,10 @@ def stressed(number: int) -> Scenario:
             seed=number,
             pace=r.choice([1.0, 3.0]),
             jitter=1.0,
-            latency=r.choice([0.0, 1.0, 8.0]),
-            verbs={"step": r.choice([1.0, 5.0]), "commit": r.choice([0.0, 1.0, 2.0]), "spawn": r.uniform(1, 12)},
+            latency=r.choice([0.0, 0.2, 3.0]),
+            verbs={"step": r.choice([0.5, 2.0]), "commit": r.choice([0.0, 1.0]), "spawn": r.uniform(1, 12)},
         ),
-        prompts_per_step=r.randint(1, 5),
+        prompts_per_step=r.randint(1, 4),
         answers_per_prompt=r.randint(1, 3),
         max_staleness=staleness,
         lookahead=ahead,
@@ -155,11 +155,11 @@ def stressed(number: int) -> Scenario:
         counted=r.random() < 0.5,
         replicas=replicas,
         sampler=FakeSamplerOptions(
-            slots=r.randint(2, 8), length=r.choice([4.0, 9.0]), sigma=r.choice([0.5, 1.2, 1.6]), rejected=rate() / 4
+            slots=r.randint(4, 16), length=r.choice([5.0, 12.0]), sigma=r.choice([0.7, 1.2, 1.8]), rejected=rate() / 4
         ),
-        max_tokens=120,
+        max_tokens=200,
         trainer=FakeTrainerOptions(not_finite=rate(), empty=rate()),
-        reward={"seconds": r.choice([(0.0, 0.0), (0.0, 60.0), (0.0, 300.0)]), "failing": rate(), "equal": rate()},
+        reward={"seconds": r.choice([(0.0, 0.0), (0.0, 0.0), (0.0, 60.0), (0.0, 200.0)]), "failing": rate(), "equal": rate()},
         faults=[
             Fault(
                 rank=r.randrange(replicas),

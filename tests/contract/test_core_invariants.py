@@ -108,7 +108,7 @@ def trained_along(algorithm: type[Algorithm], scenario: Scenario, crashes: list[
 @given(
     shapes,
     scenarios(most_faults=1, train_steps=None, evaluation_every=0),
-    st.lists(st.integers(20, 3000), min_size=1, max_size=3),
+    st.lists(st.integers(30, 800), min_size=1, max_size=3),
     st.integers(1, 3),
     st.booleans(),
 )
@@ -148,7 +148,11 @@ def token_versions(run: Run[Any]) -> list[Any]:
 def test_admission_order_has_reproducible_membership(
     algorithm: type[Algorithm], scenario: Scenario, timing: Timing
 ) -> None:
-    """Invariant 13: which prompts form a batch depends on no duration, whatever the publish mode and the filters."""
+    """Invariant 13: which prompts form a batch depends on no duration, whatever the publish mode and the filters.
+
+    The weights stay as they are, or else filters would judge other answers.
+    """
+    scenario = replace(scenario, trainer=replace_struct(scenario.trainer, learning_rate=0.0))
     first = go(algorithm, scenario)
     assert membership(go(algorithm, replace(scenario, timing=timing))) == membership(first)
 

@@ -54,15 +54,16 @@ class Drill:
     seconds: float = 0.0
 
 
-def drill(forks: Forks, directory: Path, kills: int, seed: int, overrides: Sequence[str] = ()) -> Drill:
-    """Kill -9 at `kills` random moments, then let the run end. Raises AssertionError if it does not end well."""
+def drill(forks: Forks, directory: Path, kills: int, seed: int, overrides: Sequence[str], reach: int) -> Drill:
+    """Kill -9 at `kills` random moments, each before `reach` bytes of events have been added, or a little later; then
+    let the run end. Raises AssertionError if it does not end well."""
     name, run, moments = scene.write(directory, TEXT), directory / "run", random.Random(seed)
     done, started = Drill(), time.perf_counter()
     while len(done.kills) < kills:
         child = forks.start(directory, name, *overrides)
         size = _size(run)
         moment = moments.choice(("start", "steps", "steps", "draft"))
-        grown = moments.randrange(2000, 40000)
+        grown = moments.randrange(2000, reach)
         if moment == "start":
             pause = moments.uniform(0, 0.9)
         elif moment == "draft":
@@ -71,7 +72,7 @@ def drill(forks: Forks, directory: Path, kills: int, seed: int, overrides: Seque
             pause = moments.uniform(0, 0.03)
         else:
             child.until(lambda size=size, grown=grown: _size(run) > size + grown)
-            pause = moments.uniform(0, 0.1)
+            pause = moments.uniform(0, 0.05)
         deadline = time.monotonic() + pause
         child.until(lambda deadline=deadline: time.monotonic() > deadline)
         child.signal(signal.SIGKILL)
@@ -136,7 +137,9 @@ def main() -> int:
                 break
             with tempfile.TemporaryDirectory() as directory:
                 overrides = MODES[number % len(MODES)]
-                done = drill(forks, Path(directory), min(4, options.kills - kills), options.seed + number, overrides)
+                done = drill(
+                    forks, Path(directory), min(4, options.kills - kills), options.seed + number, overrides, 40_000
+                )
                 run = Path(directory) / "run"
                 ends, steps = check(run), len(scene.rows(run))
             kills += len(done.kills)

@@ -6,6 +6,7 @@ log. A test kills, signals and awaits its child like any other process.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -13,9 +14,13 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 __all__ = ("Child", "Forks")
 
@@ -39,6 +44,11 @@ class Child:
         """Exit code; minus the signal that killed it; None while it runs."""
         path = self.log.with_suffix(".code")
         return int(path.read_text()) if path.exists() else None
+
+    @property
+    def left(self) -> list[str]:
+        """Threads that ran on, and files that were still open, two seconds after the end of the run."""
+        return json.loads(self.log.with_suffix(".left").read_text())
 
     def signal(self, number: signal.Signals) -> None:
         if self.code is None:
@@ -84,17 +94,26 @@ class Forks:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._logs = tempfile.TemporaryDirectory()
         self._number = 0
 
-    def start(self, directory: Path, *arguments: str, file_bytes: int | None = None, halt_at: str = "") -> Child:
-        """`python -m asyncrlhf *arguments` in `directory`. `file_bytes`: no file may grow beyond. `halt_at`: see
-        `tests.faults.halting`."""
+    def start(
+        self, directory: Path, *arguments: str, file_bytes: int | None = None, halt_at: str = "", break_at: str = ""
+    ) -> Child:
+        """`python -m asyncrlhf *arguments` in `directory`. `file_bytes`: no file may grow beyond. `halt_at`,
+        `break_at`: see `tests.faults.halting`."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._number += 1
-        log = directory / f"out-{self._number}.log"
-        order = {"arguments": arguments, "directory": str(directory), "log": str(log), "file_bytes": file_bytes}
-        order["halt_at"] = halt_at
+        log = Path(self._logs.name) / f"{self._number}.log"
+        order = {
+            "arguments": arguments,
+            "directory": str(directory),
+            "log": str(log),
+            "file_bytes": file_bytes,
+            "halt_at": halt_at,
+            "break_at": break_at,
+        }
         self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
         return Child(int(self._server.stdout.readline()), log)
@@ -105,6 +124,7 @@ class Forks:
         self._server.stdin.close()
         self._server.wait(30)
         self._server.stdout.close()
+        self._logs.cleanup()
 
 
 def _serve() -> None:
@@ -125,7 +145,7 @@ def _serve() -> None:
             log.touch()
             pid = os.fork()
             if not pid:
-                _run(order, log)
+                _run(order)
             children[pid] = log
             os.write(1, b"%d\n" % pid)
         for pid in list(children):
@@ -139,25 +159,46 @@ def _serve() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _run(order: dict[str, object], log: Path) -> None:
-    """The child: leaves as an interpreter does, so that a thread left behind would hold it up."""
+def _run(order: dict[str, Any]) -> NoReturn:
+    """The child. At the end it waits for threads as an interpreter does, and leaves the rest to the system."""
     from asyncrlhf.__main__ import main
+    from tests.faults.halting import break_once, halt
 
     os.setsid()
+    log = order["log"]
     for target, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY), (2, log, os.O_WRONLY)):
         descriptor = os.open(path, flags | os.O_APPEND)
         os.dup2(descriptor, target)
         os.close(descriptor)
-    os.chdir(str(order["directory"]))
-    if isinstance(limit := order["file_bytes"], int):
+    os.chdir(order["directory"])
+    if limit := order["file_bytes"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    if halt_at := order["halt_at"]:
-        from tests.faults.halting import halt
+    code = 70
+    try:
+        if order["halt_at"]:
+            halt(order["halt_at"])
+        if order["break_at"]:
+            break_once(order["break_at"])
+        code = main(order["arguments"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    deadline = time.monotonic() + 2
+    for thread in others:
+        thread.join(max(0.0, deadline - time.monotonic()) if thread.daemon else None)
+    left = [thread.name for thread in others if thread.is_alive()]
+    opened = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)]
+    left += [path for path in opened if path.startswith(order["directory"])]
+    Path(log).with_suffix(".left").write_text(json.dumps(left))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
-        halt(str(halt_at))
-    arguments = order["arguments"]
-    assert isinstance(arguments, list)
-    sys.exit(main(arguments))
+
+def _is_open(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")
 
 
 def _preload() -> None:
@@ -176,4 +217,5 @@ def _preload() -> None:
 
 if __name__ == "__main__":
     _preload()
+    gc.freeze()
     _serve()

@@ -48,6 +48,7 @@ def test_N8_A2_a_reward_that_always_fails_ends_the_run_and_names_the_failure(
     assert "20 prompts in a row were filtered or failed (limits.max_filtered = 20)" in said["message"]
     assert "the last failure was SampleError: prompt " in said["message"]
     assert words in said["message"]
+    assert child.left == []
     assert f"error: Exhausted: {said['message']}" in child.text
     assert "Traceback" not in child.text
 

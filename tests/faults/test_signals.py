@@ -31,9 +31,11 @@ def test_a_signal_finishes_the_train_step_and_saves_it(forks: Forks, tmp_path: P
     assert scene.steps_on_disk(run) == [0, 1]
     assert "saved at train step 1; the same command goes on from there" in child.text
     assert (run / "final" / "config.json").exists()
+    assert child.left == []
 
     again = forks.start(tmp_path, name)
     assert again.wait() == 0
+    assert again.left == []
     assert [row["train_step"] for row in scene.rows(run)] == list(range(6))
     assert scene.lineage(run).resumed_from == [None, 1]
 

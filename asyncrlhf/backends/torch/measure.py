@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,13 +30,15 @@ class Measures:
         self._has_entropy = new.entropy is not None
         entropy = zero if new.entropy is None else new.entropy.masked_fill(~keep, 0.0).sum()
         if new.values is not None:
-            self._sums.append(torch.stack([objective, keep.sum().float(), entropy, zero, zero]))
+            self._sums.append(torch.stack([objective, keep.sum().float(), entropy, zero, zero, zero]))
             return
-        gap = (new.logprobs - batch.behaviour_logprobs).masked_fill(~keep, 0.0)
+        sampled = keep & (batch.versions >= 0)
+        gap = (new.logprobs - batch.behaviour_logprobs).masked_fill(~sampled, 0.0)
+        clipped = self._clipped(new, batch, keep)
         self._sums.append(
-            torch.stack([objective, keep.sum().float(), entropy, -gap.sum(), self._clipped(new, batch, keep)])
+            torch.stack([objective, keep.sum().float(), entropy, -gap.sum(), clipped, sampled.sum().float()])
         )
-        largest = gap.masked_fill(~keep, -math.inf).max()
+        largest = gap.masked_fill(~sampled, -math.inf).max()
         current = keep & (batch.versions == self._train_step)
         self._maxima.append(torch.stack([largest, gap.abs().masked_fill(~current, -math.inf).max()]))
 
@@ -50,16 +51,16 @@ class Measures:
         return (keep & ((ratio < 1 - low) | (ratio > 1 + high))).sum().float()
 
     def result(self) -> dict[str, float]:
-        """loss, and for a language model: kl_behaviour = mean(behaviour - new), ratio_max = max exp(new - behaviour),
-        logprob_gap = max |new - behaviour| of tokens sampled by this very version (left out if there are none or the
+        """loss, and where a policy sampled the tokens: kl_behaviour = mean(behaviour - new), ratio_max = max exp(new -
+        behaviour), logprob_gap = max |new - behaviour| of tokens sampled by this very version (left out if there are none or the
         weights have moved since); clip_fraction if the loss clips, entropy if it needs it."""
         sums: list[float] = torch.stack(self._sums).sum(0).tolist()
-        loss, count, entropy, divergence, clipped = sums
+        loss, count, entropy, divergence, clipped, sampled = sums
         found = {"loss": loss}
-        if self._maxima:
+        if sampled:
             maxima: list[float] = torch.stack(self._maxima).amax(0).tolist()
             largest, gap = maxima
-            found["kl_behaviour"] = divergence / count
+            found["kl_behaviour"] = divergence / sampled
             found["ratio_max"] = math.exp(min(largest, 700.0))
             if self._first and not gap < 0:
                 found["logprob_gap"] = gap
