@@ -107,7 +107,8 @@ async def run_algorithm(
             await finish()
             for function in close:
                 function()
-            await asyncio.wait(running)
+            if running:
+                await asyncio.wait(running)
             callbacks.cancel()
     except BaseExceptionGroup as errors:
         raise cause_of(errors) from errors

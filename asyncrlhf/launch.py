@@ -177,7 +177,10 @@ class Session:
         )
         self.algorithm = self._algorithm()
         if resumed is not None and resumed.manifest.state is not None:
-            self.algorithm.state = unpack(resumed.manifest.state)
+            try:
+                self.algorithm.state = unpack(resumed.manifest.state)
+            except (ImportError, AttributeError, msgspec.ValidationError) as error:
+                raise ConfigError(f"{resumed.path}: the algorithm's state cannot be restored: {error}") from error
 
     def _begin(self, resumed: Resume | None) -> None:
         """From here on the run directory is this run's."""
@@ -281,7 +284,6 @@ class Session:
         return len(group.replicas) if isinstance(group, RolloutGroup) else 1
 
     # ---- running -------------------------------------------------------------------------------------------------
-
     async def _train(self) -> None:
         queues = [value for value in vars(self.algorithm).values() if isinstance(value, StageQueue)]
         closes: list[Callable[[], None]] = [self.coordinator.close]
@@ -307,8 +309,8 @@ class Session:
         version, reason = self.coordinator.version, self.gate.ledger.reason
         if self.signals.received is not None and reason is None:
             self._link()
-            name = self.signals.received.name
-            return self._ended("stopped", name, f"saved at train step {version}; the same command goes on from there")
+            way = f"saved at train step {version}; {self.directory.way_on} goes on from there"
+            return self._ended("stopped", self.signals.received.name, way)
         if reason != "train_steps" and not version:
             ended = "the data has ended" if reason else "train() has returned"
             counts = {state: count for state, count in self.gate.ledger.account().counts.items() if count}
@@ -384,7 +386,7 @@ class Session:
             print(f"error: {ended.reason}: {ended.message}", file=sys.stderr)
             complete = self.directory.checkpoints.complete()
             if complete:
-                print(f"the same command goes on from {complete[-1]}", file=sys.stderr)
+                print(f"{self.directory.way_on} goes on from {complete[-1]}", file=sys.stderr)
         return code
 
     def _stop(self) -> None:

@@ -7,7 +7,6 @@ that fails or is late is fenced, restarted, and joins at the newest version. `se
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -43,14 +42,15 @@ class Coordinator:
     ) -> None:
         """`timeout`: seconds an engine may take for one phase. `after_step(version)` is awaited at each boundary."""
         self.publish_count = 0
-        self._gate, self._trained, self._followers, self._emit = gate, trained, followers, log.emit
+        self._gate, self._trained, self._followers = gate, trained, followers
+        self._emit, self._elapsed = log.emit, log.elapsed
         self._mode, self._timeout, self._evaluator, self._after_step = mode, timeout, evaluator, after_step
         self._members = Membership((r.key for f in followers for r in f.replicas), gate.ledger.step)
         self._weights: dict[str, WeightHandle] = {}
         self._whole: dict[str, WeightHandle] = {}
         self._joined = asyncio.Event()
         self._fenced: list[str] = []
-        self._step_began = time.perf_counter()
+        self._step_began = self._elapsed()
         self._tasks: asyncio.TaskGroup | None = None
         self._restarts: dict[str, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
@@ -89,7 +89,7 @@ class Coordinator:
                 for replica in follower.replicas:
                     tasks.create_task(self._serve_first(follower, replica))
         self._gate.publish(version)
-        self._step_began = time.perf_counter()
+        self._step_began = self._elapsed()
 
     async def _serve_first(self, follower: RolloutGroup, replica: Replica) -> None:
         await self._send(follower, replica)
@@ -112,7 +112,7 @@ class Coordinator:
             self._end_step(training.step, void=True, reason=reason)
             return
         self._gate.applied()
-        began = time.perf_counter()
+        began = self._elapsed()
         if self._gate.ledger.due():
             if self._evaluator is not None:
                 await self._evaluator.hold()
@@ -123,7 +123,7 @@ class Coordinator:
             self._evaluator.start(version, self._members.published, self._tasks)
         if self._after_step is not None:
             await self._after_step(version)
-            self._step_began = time.perf_counter()
+            self._step_began = self._elapsed()
 
     # ---- moving weights ----------------------------------------------------------------------------------------
     async def _move(self, groups: Sequence[TrainGroup], began: float) -> None:
@@ -150,7 +150,7 @@ class Coordinator:
                     for follower in followers:
                         follower.release()
         self.publish_count += 1
-        seconds = time.perf_counter() - began
+        seconds = self._elapsed() - began
         self._emit(
             Published(
                 version=version,
@@ -264,7 +264,7 @@ class Coordinator:
                     raise  # not because newer weights have taken their place
 
     def _end_step(self, step: int, *, void: bool, reason: str) -> None:
-        ledger, now = self._gate.ledger, time.perf_counter()
+        ledger, now = self._gate.ledger, self._elapsed()
         account = ledger.account()
         self._emit(
             StepEnded(

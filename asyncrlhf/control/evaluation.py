@@ -6,7 +6,6 @@ Waits for the rollout and reward groups; a publish waits for it at most `max_hol
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -33,7 +32,8 @@ class Evaluator:
         temperature: float,
         max_hold: float,
     ) -> None:
-        self._rollout, self._reward, self._prompts, self._emit = rollout, reward, prompts, log.emit
+        self._rollout, self._reward, self._prompts = rollout, reward, prompts
+        self._emit, self._elapsed = log.emit, log.elapsed
         self._every, self._temperature, self._max_hold = every, temperature, max_hold
         self._running: asyncio.Task[None] | None = None
 
@@ -56,7 +56,7 @@ class Evaluator:
             self._emit(Warned(message=f"an evaluation was cut off after evaluation.max_hold = {self._max_hold:g} s"))
 
     async def _evaluate(self, train_step: int, version: int) -> None:
-        started = time.perf_counter()
+        started = self._elapsed()
         self._emit(EvaluationStarted(train_step=train_step, version=version))
         async with asyncio.TaskGroup() as tasks:
             answers = [tasks.create_task(self._one(prompt)) for prompt in self._prompts]
@@ -74,7 +74,7 @@ class Evaluator:
                 reward_mean=fmean(reward for _, reward in done),
                 count=len(done),
                 token_count=sum(len(x.token_ids) for rollout, _ in done for x in rollout.samples),
-                seconds=time.perf_counter() - started,
+                seconds=self._elapsed() - started,
             )
         )
 

@@ -220,6 +220,12 @@ class RunDirectory:
         """The checkpoint that `final` leads to, which has to stay."""
         return self.final.resolve().parent if self.final.exists() else None
 
+    @property
+    def way_on(self) -> str:
+        """The command that goes on with this run, in words."""
+        back = self.checkpoints.owns(Path(self._config.resume))
+        return 'the same command with resume = "auto"' if back else "the same command"
+
     # ---- what lies here ----------------------------------------------------------------------------------------------
     def _require_fits(self, checkpoint: Path, manifest: Manifest) -> None:
         for key, value in self.fixed.items():

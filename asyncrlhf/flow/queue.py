@@ -64,7 +64,7 @@ class Queue(Generic[T]):
         return self._pop()
 
     async def get_all(self) -> list[T]:
-        """Wait for an item, then take every one that nobody else waits for. Raises QueueClosed once closed and empty."""
+        """Wait for an item, then take all that nobody else waits for. Raises QueueClosed once closed and empty."""
         found = [await self.get()]
         while self._filled.take_now():
             found.append(self._pop())

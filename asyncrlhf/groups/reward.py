@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Protocol
 
 from asyncrlhf.groups.group import Group, Request, answer, refuse
@@ -43,7 +42,7 @@ class RewardGroup(Group):
 
     async def _score(self, request: Request) -> None:
         rollout: Rollout = request.arguments[0]
-        started = time.perf_counter()
+        started = self.log.elapsed()
         try:
             rewards = await self._scorer.score(rollout)
         except asyncio.CancelledError:
@@ -54,6 +53,6 @@ class RewardGroup(Group):
             refuse(request, error)
             return
         prompt = rollout.prompt
-        seconds = time.perf_counter() - started
+        seconds = self.log.elapsed() - started
         self.emit(Scored(uid=prompt.uid, attempt=prompt.attempt, rewards=rewards, seconds=seconds))
         answer(request, rewards)

@@ -7,7 +7,6 @@ serving engine with the fewest answers outstanding.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Protocol
@@ -120,7 +119,7 @@ class RolloutGroup(Group):
 
     async def _answers(self, prompt: Prompt, count: int, temperature: float, *, lease: bool) -> Rollout:
         reply: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        task = Task(prompt, lease, count, temperature, reply, time.perf_counter())
+        task = Task(prompt, lease, count, temperature, reply, self.log.elapsed())
         await self._inbox.put(Request("sample", (task,), reply))
         try:
             return await reply
@@ -350,7 +349,7 @@ class RolloutGroup(Group):
                     token_count=sum(len(sample.token_ids) for sample in samples),
                     oldest_version=min(versions),
                     newest_version=max(versions),
-                    seconds=time.perf_counter() - task.started,
+                    seconds=self.log.elapsed() - task.started,
                 )
             )
         task.reply.set_result(Rollout(prompt=prompt, samples=samples))

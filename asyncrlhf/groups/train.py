@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -110,14 +109,16 @@ class TrainGroup(Group):
     # ---- the actor ---------------------------------------------------------------------------------------------
     async def handle(self, requests: list[Request]) -> None:
         for request in requests:
-            started = time.perf_counter()
+            if request.reply.done():
+                continue  # cancelled while an earlier one ran
+            started = self.log.elapsed()
             try:
                 result = await self.engine.call(request.verb, *request.arguments)
             except AsyncRLHFError as error:
                 refuse(request, error)
                 continue
             if request.verb == "step":
-                self._count(request.arguments[0], result, time.perf_counter() - started)
+                self._count(request.arguments[0], result, self.log.elapsed() - started)
             answer(request, result)
 
     def _count(self, batch: TrainBatch, result: StepResult, seconds: float) -> None:

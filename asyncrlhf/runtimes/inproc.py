@@ -29,13 +29,14 @@ BUILDING = threading.Lock()
 
 
 class InprocRuntime:
-    """Spawns ThreadEngines."""
+    """Spawns ThreadEngines. `grace`: seconds that closing an engine waits for what its thread is doing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, grace: float = 5.0) -> None:
         self._engines: list[ThreadEngine] = []
+        self._grace = grace
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
-        engine = ThreadEngine(spec, on_events)
+        engine = ThreadEngine(spec, on_events, grace=self._grace)
         self._engines.append(engine)
         try:
             await engine.ready
@@ -45,16 +46,17 @@ class InprocRuntime:
         return engine
 
     async def close(self) -> None:
-        for engine in self._engines:
-            await engine.close()
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self._engines:
+                tasks.create_task(engine.close())
 
 
 class ThreadEngine:
     """One engine and its thread. A thread that hangs cannot be killed: `close` abandons it (it is a daemon)."""
 
-    def __init__(self, spec: EngineSpec, on_events: OnEvents) -> None:
+    def __init__(self, spec: EngineSpec, on_events: OnEvents, *, grace: float = 5.0) -> None:
         self.spec = spec
-        self._on_events = on_events
+        self._on_events, self._grace = on_events, grace
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._open: set[asyncio.Future[Any]] = set()
@@ -78,16 +80,21 @@ class ThreadEngine:
         if self._failure is None:
             self._failure = f"group {self.spec.group!r}, rank {self.spec.rank}: the engine has been closed"
             self._commands.put(None)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._ended), timeout=5.0)
-            self._thread.join(timeout=1.0)
         for reply in list(self._open):
             self._set_error(reply, GroupError(self._failure))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._ended), timeout=self._grace)
+            self._thread.join(timeout=1.0)
 
     # ---- on the event loop -------------------------------------------------------------------------------------
     def _post(self, function: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
             self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _tell(self, events: Sequence[EngineEvent]) -> None:
+        """Nothing that a closed engine still says is passed on."""
+        if self._failure is None:
+            self._on_events(events)
 
     @staticmethod
     def _set_result(future: asyncio.Future[Any], result: Any) -> None:
@@ -117,14 +124,18 @@ class ThreadEngine:
             with BUILDING:
                 kind = import_object(self.spec.engine)
                 kind.use_threads(self.spec.threads)
-                engine = kind(self.spec.options)
+                engine = built = kind(self.spec.options)
             self._post(self._set_result, self.ready, None)
-            self._loop_forever(engine)
+            self._loop_forever(built)
         except BaseException as error:  # the boundary of the thread: everything becomes a message
             self._post(self._fail, self._group_error(error))
         finally:
-            if engine is not None:
-                engine.close()
+            try:
+                if engine is not None:
+                    engine.close()
+            except Exception as error:  # nobody awaits it any more: the loop's handler logs it
+                context = {"message": f"{self.spec.group}/{self.spec.rank} could not be closed", "exception": error}
+                self._post(self._loop.call_exception_handler, context)
             self._post(self._set_result, self._ended, None)
 
     def _loop_forever(self, engine: Engine) -> None:
@@ -163,7 +174,7 @@ class ThreadEngine:
             raise failure from error
         self._flush_busy([Busy(start=started, end=time.perf_counter(), work=verb)])
         if verb in RETURNS_EVENTS:
-            self._post(self._on_events, list(result))
+            self._post(self._tell, list(result))
             result = None
         self._post(self._set_result, reply, result)
 
@@ -182,7 +193,7 @@ class ThreadEngine:
             self._busy = None
         out += events
         if out:
-            self._post(self._on_events, out)
+            self._post(self._tell, out)
 
     def _group_error(self, error: BaseException) -> GroupError:
         if isinstance(error, GroupError):

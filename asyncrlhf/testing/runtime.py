@@ -167,7 +167,11 @@ class FakeHandle:
             _set_error(reply, GroupError(self._failure))
         if not self._ended:
             self._ended = True
-            self.engine.close()
+            try:
+                self.engine.close()
+            except Exception as error:  # nobody awaits it any more: the loop's handler logs it
+                message = f"{self.spec.group}/{self.spec.rank} could not be closed"
+                self._loop.call_exception_handler({"message": message, "exception": error})
 
     # ---- the engine's timeline ---------------------------------------------------------------------------------
     def _arrive(self) -> None:

@@ -1,4 +1,4 @@
-"""FakeSampler: a GenerateEngine without a model. Tokens, lengths and log-probs are functions of seed, weights, prefix."""
+"""FakeSampler: a GenerateEngine without a model, whose answers are functions of their seed, weights and prefix."""
 
 from __future__ import annotations
 

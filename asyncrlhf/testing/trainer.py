@@ -91,7 +91,7 @@ class FakeScorer(ScoreEngine):
 class FakeTrainer(FakeScorer, TrainEngine):
     """A model of four numbers. The gradient is a sum over unmasked tokens in row order, so it is exact.
 
-    It takes any loss and does not look at it: `rewards`, or `advantages` where the batch has them, are the gradient.
+    It takes any loss and does not look at it: `advantages`, else `rewards`, else ones are what it follows.
     """
 
     def __init__(self, options: FakeTrainerOptions) -> None:
@@ -163,7 +163,7 @@ class FakeTrainer(FakeScorer, TrainEngine):
         self.steps = state["steps"]
 
     def _gradient(self, batch: TrainBatch) -> list[float]:
-        column = batch.columns.get("advantages") or batch.columns["rewards"]
+        column = batch.columns.get("advantages") or batch.columns.get("rewards") or batch.columns["mask"]
         gains, masks = column.fetch(), batch.columns["mask"].fetch()
         logprobs, tokens = batch.columns["behaviour_logprobs"].fetch(), batch.columns["token_ids"].fetch()
         total, count = [0.0] * 4, sum(batch.unmasked)

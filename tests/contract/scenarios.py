@@ -159,7 +159,11 @@ def stressed(number: int) -> Scenario:
         ),
         max_tokens=200,
         trainer=FakeTrainerOptions(not_finite=rate(), empty=rate()),
-        reward={"seconds": r.choice([(0.0, 0.0), (0.0, 0.0), (0.0, 60.0), (0.0, 200.0)]), "failing": rate(), "equal": rate()},
+        reward={
+            "seconds": r.choice([(0.0, 0.0), (0.0, 0.0), (0.0, 60.0), (0.0, 200.0)]),
+            "failing": rate(),
+            "equal": rate(),
+        },
         faults=[
             Fault(
                 rank=r.randrange(replicas),

@@ -108,9 +108,10 @@ def test_stored_logprobs_are_those_of_the_sampling_version(kv: Any) -> None:
             for place, version in enumerate(versions):
                 prefix = sample.token_ids[: place + 1]
                 if not mixed[place]:
-                    assert sample.logprobs[place] == fake_logprobs(
-                        exported[version], experience.prompt.token_ids, prefix
-                    )[-1]
+                    assert (
+                        sample.logprobs[place]
+                        == fake_logprobs(exported[version], experience.prompt.token_ids, prefix)[-1]
+                    )
             assert not any(mixed) or kv == "keep"
             assert kv == "rebuild" or any(mixed) is (len(set(versions)) > 1)
     assert spans >= 4, "no answer saw several swaps, so this says nothing"

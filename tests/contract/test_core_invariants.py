@@ -6,7 +6,6 @@ settlement after every event, and that nobody waits in vain whenever the clock m
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter
 from dataclasses import replace
@@ -19,11 +18,10 @@ from msgspec.structs import replace as replace_struct
 
 from algorithms.grpo import GRPO
 from asyncrlhf.algorithm import Algorithm
-from asyncrlhf.observe import Fenced, Published, StepEnded
-from asyncrlhf.testing import FakeSamplerOptions, FakeTrainerOptions, Fault, Run, Scenario, Timing
+from asyncrlhf.testing import Run, Scenario, Timing
 from tests.contract.inspector import check_batches, go
 from tests.contract.scenarios import scenarios, stressed, timings
-from tests.contract.shapes import SHAPES, Filtered, Staged, TwoModels
+from tests.contract.shapes import SHAPES, TwoModels
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
 pytestmark = pytest.mark.timeout(90 if EXAMPLES <= 60 else 0)
@@ -131,7 +129,13 @@ def test_R1_R2_R4_a_crash_at_any_await_loses_and_doubles_nothing(
 # ---- reproducibility
 
 
-CALM: dict[str, Any] = {"unusable": 0.0, "evaluation_every": 0, "byte_limit": None, "max_attempts": 3, "lease_timeout": 0.0}
+CALM: dict[str, Any] = {
+    "unusable": 0.0,
+    "evaluation_every": 0,
+    "byte_limit": None,
+    "max_attempts": 3,
+    "lease_timeout": 0.0,
+}
 
 
 def membership(run: Run[Any]) -> list[tuple[int, tuple[int, ...]]]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from algorithms.grpo import GRPO, GRPOLoss
 from asyncrlhf.errors import SampleError

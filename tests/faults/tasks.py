@@ -7,9 +7,11 @@ import itertools
 import math
 import threading
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from algorithms.grpo import GRPO, GRPOExperience
 from tests.integration.tiny import graded as graded
@@ -86,6 +88,25 @@ class Picky(GRPO):
             )
 
 
+class Steps(msgspec.Struct, frozen=True):
+    """What an algorithm learns about itself."""
+
+    count: int = 0
+
+
+@dataclass(kw_only=True)
+class Counting(GRPO):
+    """Counts its train steps in its state."""
+
+    state: Steps = field(default_factory=Steps)
+
+    async def train(self) -> None:
+        async for batch in self.experience.batches():
+            await self.policy.step(batch, self.loss)
+            self.state = Steps(self.state.count + 1)
+            await self.coordinator.publish(self.policy)
+
+
 @dataclass(kw_only=True)
 class Demanding(GRPO):
     """Has a setting without a default."""
@@ -120,4 +141,17 @@ def fails_later(prompt: str, response: str, ground_truth: str) -> float:
     """Grades the answers to a few prompts, then never again in this process."""
     if next(GRADES) >= 24:
         raise RuntimeError("the grader is out of order")
+    return graded(prompt, response, ground_truth)
+
+
+def odd_rows() -> list[dict[str, Any]]:
+    """Rows with a column that no file can hold."""
+    words = ("abc", "bcd", "cde", "def", "efg", "fgh")
+    return [{"prompt": f"{word}>", "answer": word[::-1], "odd": threading.Lock()} for word in words]
+
+
+def counted(prompt: str, response: str, ground_truth: str, **columns: Any) -> float:
+    """Adds a byte to a file for every answer."""
+    with open("scores", "ab", buffering=0) as file:
+        file.write(b".")
     return graded(prompt, response, ground_truth)

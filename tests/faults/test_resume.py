@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from asyncrlhf.messages import unpack
+from asyncrlhf.messages.wire import Packed
 from tests.faults import scene
 from tests.faults.forks import Forks
+from tests.faults.tasks import Steps
 
 RUN = "run.toml"
 
@@ -184,3 +189,49 @@ def test_a_link_to_the_final_model_never_dangles(forks: Forks, trained: Path) ->
     assert (run / "final/config.json").exists()
     assert forks.start(trained, RUN, f"train_steps={newest + 2}", *often).wait() == 0
     assert (run / "final").resolve() == (run / f"checkpoints/step-{newest + 2:06d}/policy").resolve()
+
+
+def test_R4_the_state_of_an_algorithm_goes_on(forks: Forks, tmp_path: Path) -> None:
+    name, run, counting = scene.write(tmp_path), tmp_path / "run", "algorithm=tests.faults.tasks:Counting"
+    child = forks.start(tmp_path, name, counting, halt_at="asyncrlhf.backends.torch.train:TorchTrainer.step#4")
+    child.until((tmp_path / "halted").exists)
+    child.kill()
+    assert forks.start(tmp_path, name, counting).wait() == 0
+    assert scene.lineage(run).resumed_from == [None, 2]
+    state = msgspec.convert(scene.manifest(run)["state"], Packed)
+    assert unpack(state) == Steps(6)
+
+
+def test_rollouts_that_no_file_can_hold_are_left_out_of_checkpoints(forks: Forks, tmp_path: Path) -> None:
+    start, end = scene.BASE.index("source ="), scene.BASE.index("epochs =")
+    text = scene.BASE[:start] + 'source = "tests.faults.tasks:odd_rows"\n' + scene.BASE[end:]
+    name, run, scores = (
+        scene.write(tmp_path, text.replace("epochs = 2", "epochs = 20")),
+        tmp_path / "run",
+        tmp_path / "scores",
+    )
+    counted = "groups.reward.function=tests.faults.tasks:counted"
+    child = forks.start(tmp_path, name, counted, halt_at="asyncrlhf.backends.torch.train:TorchTrainer.step")
+    child.until(lambda: scores.exists() and scores.stat().st_size == 2 * 4 * (1 + 1))
+    child.signal(signal.SIGINT)
+    (tmp_path / "go").touch()
+    assert child.wait() == 130
+    assert scene.manifest(run, 1)["payload_count"] == 0
+    assert "not in checkpoints, and sampled again after a resume: the rollout of prompt " in child.text
+    assert forks.start(tmp_path, name, counted).wait() == 0
+    assert [row["train_step"] for row in scene.rows(run)] == list(range(6))
+    assert scene.lineage(run).consumed == dict.fromkeys(range(24), 1)
+
+
+def test_ready_rollouts_are_kept_and_not_sampled_again(forks: Forks, tmp_path: Path) -> None:
+    name, run, scores = scene.write(tmp_path), tmp_path / "run", tmp_path / "scores"
+    counted = "groups.reward.function=tests.faults.tasks:counted"
+    child = forks.start(tmp_path, name, counted, halt_at="asyncrlhf.backends.torch.train:TorchTrainer.step")
+    child.until(lambda: scores.exists() and scores.stat().st_size == 2 * 4 * (1 + 1))
+    child.signal(signal.SIGINT)
+    (tmp_path / "go").touch()
+    assert child.wait() == 130
+    assert scene.manifest(run, 1)["payload_count"] == 4
+    assert forks.start(tmp_path, name, counted).wait() == 0
+    assert scene.lineage(run).consumed == dict.fromkeys(range(24), 1)
+    assert scores.stat().st_size == 2 * 24, "every answer has been scored once"

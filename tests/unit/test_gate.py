@@ -496,9 +496,7 @@ async def test_the_oldest_lease_is_named_with_its_age_and_place() -> None:
     await asyncio.sleep(12)
     await leased(scene)
     scene.gate.whereabouts = lambda uid, attempt: f"engine {uid}.{attempt}"
-    assert scene.gate.oldest() == (
-        "the oldest lease is uid 0 (attempt 1, running at engine 0.1), granted 12.0 s ago"
-    )
+    assert scene.gate.oldest() == ("the oldest lease is uid 0 (attempt 1, running at engine 0.1), granted 12.0 s ago")
     scene.gate.score(first)
     assert "scoring" in scene.gate.oldest()
     scene.gate.ready(experience(first))
@@ -519,5 +517,3 @@ async def test_the_trainer_waits_for_batches_and_for_engines() -> None:
     with scene.gate.trainer_waits():
         assert scene.gate.trainer_waits_since == 3.0
     assert scene.gate.trainer_waits_since is None
-
-

@@ -50,9 +50,7 @@ class Scene:
         ledger = Ledger(
             LedgerRules(prompts_per_step=B, max_staleness=K, lookahead=D, **rules), self.rows.count if counted else None
         )
-        self.gate = Gate(
-            ledger, self.rows, self.events.append, lease_timeout=lease_timeout, wait_timeout=wait_timeout
-        )
+        self.gate = Gate(ledger, self.rows, self.events.append, lease_timeout=lease_timeout, wait_timeout=wait_timeout)
 
     @property
     def ledger(self) -> Ledger:

@@ -1,0 +1,57 @@
+"""The weight transport suite over the one within a process, for tensors, and the fake one, for lists of floats."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrlhf.testing import FakeTransfer
+from asyncrlhf.testing.conformance import WEIGHT_TRANSFER, TransferSubject
+from asyncrlhf.weights.inproc import InprocTransfer
+
+checks = pytest.mark.parametrize("check", WEIGHT_TRANSFER, ids=lambda check: check.__name__)
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Large and small, empty, of several types, and one that is not contiguous."""
+    random = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(37, 53, generator=random)
+    return {
+        "large": torch.randn(1000, 301, generator=random),
+        "transposed": matrix.T,
+        "half": torch.randn(65, generator=random).to(torch.bfloat16),
+        "scalar": torch.tensor(float(seed)),
+        "empty": torch.zeros(0, 4),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf"), seed]),
+    }
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def overwrite(weights: dict[str, torch.Tensor]) -> None:
+    for weight in weights.values():
+        weight.add_(1.0)
+
+
+@checks
+def test_inproc(check: Any) -> None:
+    check(TransferSubject(make=InprocTransfer, weights=tensors, change=overwrite, equal=same_bytes))
+
+
+@checks
+def test_fake(check: Any) -> None:
+    def weights(seed: int) -> dict[str, Any]:
+        return {"w": [Random(seed).random() for _ in range(4)], "b": [float(seed)]}
+
+    def change(held: dict[str, Any]) -> None:
+        for values in held.values():
+            values[0] += 1.0
+
+    check(TransferSubject(make=FakeTransfer, weights=weights, change=change, equal=lambda a, b: list(a) == list(b)))
