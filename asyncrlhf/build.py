@@ -150,7 +150,15 @@ def build_groups(
                 group=name, rank=0, engine=TRAINER, options=options, threads=table.threads, core=table.core
             )
             proximal = role == "policy" and config.off_policy != "none"
-            groups[name] = kind(name, log, runtime, spec, needs_proximal=proximal, gap_alarm=config.limits.logprob_gap)
+            groups[name] = kind(
+                name,
+                log,
+                runtime,
+                spec,
+                needs_proximal=proximal,
+                gap_alarm=config.limits.logprob_gap,
+                call_timeout=config.limits.stall_timeout,
+            )
         elif isinstance(table, TorchRollout):
             groups[name] = _rollout_group(config, name, table, models, runtime, gate, log)
         elif isinstance(table, TorchScore):

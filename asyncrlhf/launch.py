@@ -109,7 +109,13 @@ class Session:
         """Build, train, save. Whatever ends it, summary.json says so and nothing is left running. Raises ConfigError,
         DataError or CheckpointError before anything is written."""
         loop, observe = asyncio.get_running_loop(), self.config.observe
-        self.observer = Observer(self.directory.path, console=observe.console, trackers=tuple(observe.trackers))
+        self.observer = Observer(
+            self.directory.path,
+            console=observe.console,
+            trace=observe.trace,
+            trackers=tuple(observe.trackers),
+            config=msgspec.to_builtins(self.config),
+        )
         with self.signals.asking(lambda: loop.call_soon_threadsafe(self._stop), self._last_words):
             try:
                 self._prepare(resumed)
@@ -390,7 +396,7 @@ class Session:
         return code
 
     def _stop(self) -> None:
-        self.gate.stop()
+        self.coordinator.stop()
 
     def _last_words(self) -> None:
         """Give the terminal back."""

@@ -69,7 +69,7 @@ class Limits(Table, frozen=True, kw_only=True):
     lease_timeout: Amount = 900.0
     """Seconds from lease to ready after which a prompt is leased again; below stall_timeout; 0: never."""
     stall_timeout: PositiveAmount = 1800.0
-    """Seconds without any progress after which the run ends as stalled."""
+    """Seconds without any progress, or for one call to a trained model, after which the run ends as stalled."""
     logprob_gap: Amount = 0.1
     """Nats by which sampler and trainer may differ on a token of the same weights before a warning; 0: no warning."""
     wait_timeout: PositiveAmount = 60.0
@@ -195,7 +195,8 @@ class Config(Table, frozen=True, kw_only=True):
     run_dir: Name
     """Directory of this run, relative to the current directory."""
     resume: Name = "auto"
-    """"auto": go on from the newest checkpoint of run_dir, if there is one. "never": start anew. Else: a checkpoint."""
+    """"auto": go on from the newest checkpoint of run_dir, if there is one. "never": start anew. Else: a
+    checkpoint directory; one of another run is where this run_dir then begins."""
     after: list[Name] = field(default_factory=list)
     """Configuration files, relative to this one, whose runs must be complete first; complete ones are reused."""
     max_staleness: Count = 0

@@ -70,6 +70,12 @@ class Coordinator:
             for restart in self._restarts.values():
                 restart.cancel()
 
+    def stop(self) -> None:
+        """The user wants an end: finish the train step under way, and wait for nothing else."""
+        self._gate.stop()
+        if self._evaluator is not None:
+            self._evaluator.cancel("by the end of the run")
+
     async def finish(self) -> None:
         """Training is over: let an evaluation under way end."""
         if self._evaluator is not None:

@@ -36,11 +36,18 @@ class Evaluator:
         self._emit, self._elapsed = log.emit, log.elapsed
         self._every, self._temperature, self._max_hold = every, temperature, max_hold
         self._running: asyncio.Task[None] | None = None
+        self._cut_off = ""
 
     def start(self, train_step: int, version: int, tasks: asyncio.TaskGroup) -> None:
         """Begin, if `train_step` asks for it, on the published `version`, in the caller's TaskGroup."""
         if self._every and train_step % self._every == 0 and (self._running is None or self._running.done()):
             self._running = tasks.create_task(self._evaluate(train_step, version), name="evaluation")
+
+    def cancel(self, reason: str) -> None:
+        """Give up an evaluation under way, and wait for none from now on."""
+        self._cut_off, self._max_hold = reason, 0.0
+        if self._running is not None:
+            self._running.cancel()
 
     async def hold(self) -> None:
         """Wait for an evaluation under way, at most `max_hold` seconds."""
@@ -50,10 +57,13 @@ class Evaluator:
     async def finish(self) -> None:
         """At the end of a run: wait as `hold` does, then cancel."""
         await self.hold()
-        if self._running is not None and not self._running.done():
-            self._running.cancel()
+        if self._running is None:
+            return
+        if not self._running.done():
+            self.cancel(self._cut_off or f"after evaluation.max_hold = {self._max_hold:g} s")
             await asyncio.wait([self._running])
-            self._emit(Warned(message=f"an evaluation was cut off after evaluation.max_hold = {self._max_hold:g} s"))
+        if self._running.cancelled():
+            self._emit(Warned(message=f"an evaluation was cut off {self._cut_off}"))
 
     async def _evaluate(self, train_step: int, version: int) -> None:
         started = self._elapsed()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,9 +43,11 @@ class TrainGroup(Group):
         *,
         needs_proximal: bool = False,
         gap_alarm: float = 0.0,
+        call_timeout: float | None = None,
     ) -> None:
         """`needs_proximal`: the off-policy correction compares with the policy at the start of the train step.
-        `gap_alarm`: warn when sampler and trainer differ by more at lag 0, in nats per token; 0: never."""
+        `gap_alarm`: warn when sampler and trainer differ by more at lag 0, in nats per token; 0: never.
+        `call_timeout`: seconds an engine call may take before the group fails; None: for ever."""
         super().__init__(name, log)
         self.spec = spec
         self.optimizer_steps = 0
@@ -55,7 +58,7 @@ class TrainGroup(Group):
         self._needs_proximal = needs_proximal
         self._proximal: tuple[TrainBatch, ArrayColumn] | None = None
         self._stepped: TrainBatch | None = None
-        self._gap_alarm = gap_alarm
+        self._gap_alarm, self._call_timeout = gap_alarm, call_timeout
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
@@ -89,22 +92,32 @@ class TrainGroup(Group):
     # ---- control lane ------------------------------------------------------------------------------------------
     async def export(self, version: int) -> WeightHandle:
         """Weights where followers can read them. Raises PublishRefused."""
-        return await self.engine.call("export", version)
+        return await self._call("export", version)
 
     async def save(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory, and beside it what the next optimizer step depends on."""
-        await self.engine.call("save_model", directory)
-        await self.engine.call("save_state", directory)
+        await self._call("save_model", directory)
+        await self._call("save_state", directory)
 
     async def load(self, directory: Path) -> None:
         """Restore what `save` wrote."""
-        await self.engine.call("load_state", directory)
+        await self._call("load_state", directory)
 
     def closed_step(self) -> tuple[int, list[str]]:
         """Optimizer steps applied and reasons of those rejected since the last call (one train step)."""
         result = self.applied_since_publish, self.rejections_since_publish
         self.applied_since_publish, self.rejections_since_publish = 0, []
         return result
+
+    async def _call(self, verb: str, *arguments: object) -> Any:
+        try:
+            async with asyncio.timeout(self._call_timeout):
+                return await self.engine.call(verb, *arguments)
+        except TimeoutError:
+            raise GroupError(
+                f"group {self.name!r}: {verb} has not come back within limits.stall_timeout = {self._call_timeout:g} "
+                "s; its engine hangs, or the limit is too low for this model"
+            ) from None
 
     # ---- the actor ---------------------------------------------------------------------------------------------
     async def handle(self, requests: list[Request]) -> None:
@@ -113,7 +126,7 @@ class TrainGroup(Group):
                 continue  # cancelled while an earlier one ran
             started = self.log.elapsed()
             try:
-                result = await self.engine.call(request.verb, *request.arguments)
+                result = await self._call(request.verb, *request.arguments)
             except AsyncRLHFError as error:
                 refuse(request, error)
                 continue

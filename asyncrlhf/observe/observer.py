@@ -31,6 +31,7 @@ class Observer:
         directory: Path | None,
         *,
         console: ConsoleMode = "auto",
+        trace: bool = True,
         trackers: Sequence[TrackerName] = (),
         config: Mapping[str, Any] | None = None,
         stream: TextIO | None = None,
@@ -42,7 +43,7 @@ class Observer:
         self.log = EventLog(directory, clock)
         self.metrics = Metrics(directory)
         self.summary = Summary(directory, self.metrics)
-        self.trace = Trace(directory)
+        self.trace = Trace(directory if trace else None)
         self.console = Console(self.summary, directory, mode=console, stream=stream)
         self.metrics.subscribe(self.console, *tracked)
         self.log.subscribe(self.metrics, self.summary, self.trace, *tracked, self.console)

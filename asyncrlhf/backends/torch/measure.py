@@ -51,9 +51,9 @@ class Measures:
         return (keep & ((ratio < 1 - low) | (ratio > 1 + high))).sum().float()
 
     def result(self) -> dict[str, float]:
-        """loss, and where a policy sampled the tokens: kl_behaviour = mean(behaviour - new), ratio_max = max exp(new -
-        behaviour), logprob_gap = max |new - behaviour| of tokens sampled by this very version (left out if there are none or the
-        weights have moved since); clip_fraction if the loss clips, entropy if it needs it."""
+        """The loss. Where a policy sampled the tokens: kl_behaviour = mean(behaviour - new), ratio_max = max exp(new -
+        behaviour), and logprob_gap = max |new - behaviour| of tokens sampled by this very version (left out if there
+        are none or the weights have moved since). clip_fraction if the loss clips, entropy if it needs it."""
         sums: list[float] = torch.stack(self._sums).sum(0).tolist()
         loss, count, entropy, divergence, clipped, sampled = sums
         found = {"loss": loss}
