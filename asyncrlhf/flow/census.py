@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
 from asyncrlhf.flow.leases import Lease, LedgerRules
@@ -56,8 +56,19 @@ class Census:
             _take_one(self._births, before)
             self._births[after] += 1
 
+    def remove_tokens(self, lease: Lease, tokens: Mapping[int, int]) -> None:
+        before = lease.birth(self._rules)
+        for version, count in tokens.items():
+            lease.tokens[version] -= count
+            if not lease.tokens[version]:
+                del lease.tokens[version]
+        after = lease.birth(self._rules)
+        if after != before:
+            _take_one(self._births, before)
+            self._births[after] += 1
+
     def move(self, lease: Lease, state: str) -> None:
-        """To scoring or ready; a ready lease has its byte count already."""
+        """To running, scoring or ready; a ready lease has its byte count already."""
         _take_one(self._states, lease.state)
         lease.state = state
         self._states[state] += 1

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from asyncrlhf.errors import Diverged, Exhausted, NoSignal, RunEnded
+import traceback
+
+from asyncrlhf.errors import AsyncRLHFError, Diverged, Exhausted, NoSignal, RunEnded
 from asyncrlhf.flow.ledger import Ledger
 
-__all__ = ("end_error",)
+__all__ = ("describe", "end_error")
 
 
-def end_error(ledger: Ledger, last_error: str) -> RunEnded | None:
-    """What to raise; None if the run goes on, or has ended well. `last_error`: why the last prompt failed."""
+def describe(error: BaseException) -> str:
+    """One line: type, message, and for an error that nobody raised on purpose the place it came from."""
+    if isinstance(error, AsyncRLHFError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def end_error(ledger: Ledger, last_error: str, cause: BaseException | None = None) -> RunEnded | None:
+    """What to raise; None if the run goes on, or has ended well. `last_error`, `cause`: why the last prompt failed."""
+    error = _end_error(ledger, last_error)
+    if error is not None and cause is not None:
+        error.__cause__ = cause
+    return error
+
+
+def _end_error(ledger: Ledger, last_error: str) -> RunEnded | None:
     rules = ledger.rules
     if ledger.reason == "exhausted":
         last = f"; the last failure was {last_error}" if last_error else ""
         return Exhausted(
-            f"{rules.filtered_limit} prompts in a row were filtered or failed (limits.max_filtered = "
+            f"{rules.filtered_limit} prompts in a row were filtered, failed or timed out (limits.max_filtered = "
             f"{rules.filtered_limit}) without one rollout to train on{last}"
         )
     if ledger.reason == "diverged":

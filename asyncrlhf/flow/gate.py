@@ -8,14 +8,14 @@ lock is held while anybody waits.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from itertools import takewhile
 from weakref import WeakSet
 
 from asyncrlhf.errors import LeaseLost, SampleError
-from asyncrlhf.flow.ending import end_error
+from asyncrlhf.flow.ending import describe, end_error
 from asyncrlhf.flow.holding import Holder as Holder
 from asyncrlhf.flow.holding import Popped as Popped
 from asyncrlhf.flow.holding import PromptRows as PromptRows
@@ -39,13 +39,15 @@ class Gate:
         lease_timeout: float = 0.0,
         wait_timeout: float = 60.0,
     ) -> None:
-        """`lease_timeout`, `wait_timeout`: seconds; a lease_timeout of 0 never expires."""
+        """`lease_timeout`: seconds without a sign of life after which a lease is lost; 0: never. `wait_timeout`:
+        seconds that a pop waits for unfinished rollouts before it does as at_deadline = "drop"."""
         self.ledger = ledger
         self.payloads: dict[int, Experience] = {}
         self.stopping = False
         self.last_moved = 0.0
         """Loop time of the last progress: tokens, a lease that finished a stage, a train step, a publish."""
         self.last_error = ""
+        self.last_failure: BaseException | None = None
         self.whereabouts: Callable[[int, int], str] = lambda uid, attempt: ""
         """Where the answers of a lease (uid, attempt) are, in words; set by whoever sends them to engines."""
         self._rows, self._emit = rows, emit
@@ -53,11 +55,14 @@ class Gate:
         self._loop = asyncio.get_running_loop()
         self._holders: dict[int, Holder | None] = {}
         self._granted_at: dict[int, float] = {}  # of unfinished leases, oldest first
+        self._heard_of: dict[int, float] = {}  # the same leases, by their last sign of life
+        self._last_token_at = 0.0
         self._expiry_timer: asyncio.TimerHandle | None = None
         self._waiters: deque[asyncio.Future[Prompt | None]] = deque()
         self._trainer: asyncio.Future[Popped | None] | None = None
         self._trainer_since: float | None = None
         self._timed_out = False
+        self._wait_timer: asyncio.TimerHandle | None = None
         self._failure: Exception | None = None
         self._lost_tasks: WeakSet[asyncio.Task[object]] = WeakSet()
         self._advancing = False
@@ -146,7 +151,7 @@ class Gate:
     def fail(self, task: asyncio.Task[object], error: BaseException) -> bool:
         """An exception left a worker: settle what the worker held as failed. False if it held nothing."""
         held = [h for h in self._holders.values() if h is not None and h.task is task and h.prompt is not None]
-        self.last_error = f"{type(error).__name__}: {error}"
+        self.last_error, self.last_failure = describe(error), error
         for holder in held:
             self._settle_held(holder, "failed", self.last_error)
         return bool(held)
@@ -168,21 +173,32 @@ class Gate:
     def report(self, uid: int, attempt: int, answer: int, version: int, token_count: int) -> None:
         """Model tokens of one answer; those of a lease that is gone count as dropped."""
         if self.ledger.report(uid, attempt, answer, version, token_count):
+            self._last_token_at = self._loop.time()
+            self._hear_of(uid)
             self._moved()
 
     def score(self, prompt: Prompt) -> None:
         """Generation is over."""
         if self.ledger.score(prompt.uid, prompt.attempt):
+            self._hear_of(prompt.uid)
             self._moved()
 
+    def sample_more(self, prompt: Prompt) -> int:
+        """Answers are about to be sampled under this lease; gives the first number free for them.
+
+        Raises LeaseLost if it is no longer current."""
+        number = self.ledger.reopen(prompt.uid, prompt.attempt)
+        if number is None:
+            raise LeaseLost(f"the lease of uid {prompt.uid}, attempt {prompt.attempt}, is no longer live")
+        return number
+
     def ready(self, experience: Experience) -> None:
-        """The one put of a lease. Raises LeaseLost if the lease is no longer current."""
+        """The one put of a lease. Sampled tokens that are not in it count as dropped.
+
+        Raises LeaseLost if the lease is no longer current, ValueError for tokens that were never sampled."""
         prompt = experience.prompt
         self.hand_over(prompt)
-        if not self.ledger.live[prompt.uid].tokens:
-            for number, sample in enumerate(experience.rollout.samples):
-                for segment in (s for s in sample.segments if s.source != "environment"):
-                    self.ledger.report(prompt.uid, prompt.attempt, number, segment.version, segment.token_count)
+        self._reconcile(experience)
         self.ledger.ready(prompt.uid, prompt.attempt, byte_count=byte_count(experience), trainable=experience.trainable)
         self.payloads[prompt.uid] = experience
         self._forget(prompt.uid)
@@ -207,14 +223,14 @@ class Gate:
         if self.ended:
             return None
         self._trainer, self._timed_out = self._loop.create_future(), False
-        timer = self._loop.call_later(self._wait_timeout, self._wait_is_over)
         with self.trainer_waits():
             try:
                 self._advance()
                 return await self._trainer
             finally:
-                timer.cancel()
-                self._trainer = None
+                if self._wait_timer is not None:
+                    self._wait_timer.cancel()
+                self._trainer = self._wait_timer = None
 
     def require_closed(self) -> None:
         """Raises RuntimeError if the last batch has not been closed by a publish."""
@@ -293,12 +309,12 @@ class Gate:
             lease = self.ledger.grant()
             if lease is None:
                 return False
-            self._granted_at[lease.uid] = self._loop.time()
+            self._granted_at[lease.uid] = self._heard_of[lease.uid] = self._loop.time()
             self._emit(Granted(uid=lease.uid, attempt=lease.attempt, version=lease.granted))
             prompt = self._rows.prompt(lease.uid, lease.attempt, lease.granted)
         except SampleError as error:
             assert lease is not None
-            self.last_error = str(error)
+            self.last_error, self.last_failure = describe(error), error
             self._settle(lease.uid, lease.attempt, "failed", str(error))
             return True
         except Exception as error:  # the data source broke: that ends the run, whoever's transaction this is
@@ -312,6 +328,9 @@ class Gate:
     def _try_pop(self, trainer: asyncio.Future[Popped | None]) -> bool:
         batch = self.ledger.pop(timed_out=self._timed_out)
         if batch is None:
+            held = self.ledger.ready_count >= self.ledger.rules.prompts_per_step
+            if held and self._wait_timer is None and self.ledger.reason is None:
+                self._wait_timer = self._loop.call_later(self._wait_timeout, self._wait_is_over)
             return False
         experiences = [self.payloads.pop(lease.uid) for lease in batch.leases]
         since = self._trainer_since
@@ -358,27 +377,60 @@ class Gate:
     def _forget(self, uid: int) -> None:
         self._holders.pop(uid, None)
         self._granted_at.pop(uid, None)
+        self._heard_of.pop(uid, None)
+
+    def _hear_of(self, uid: int) -> None:
+        if self._heard_of.pop(uid, None) is not None:
+            self._heard_of[uid] = self._loop.time()
+
+    def _reconcile(self, experience: Experience) -> None:
+        """Make the ledger's count of the lease's tokens that of the experience."""
+        prompt = experience.prompt
+        lease = self.ledger.live[prompt.uid]
+        put: Counter[int] = Counter()
+        unreported = not lease.tokens  # sampled by something else than a rollout group
+        if lease.state == "scoring":
+            self.ledger.reopen(prompt.uid, prompt.attempt)
+        for number, sample in enumerate(experience.rollout.samples):
+            for segment in (s for s in sample.segments if s.source != "environment"):
+                put[segment.version] += segment.token_count
+                if unreported or segment.source == "data":
+                    self.ledger.report(prompt.uid, prompt.attempt, number, segment.version, segment.token_count)
+        unknown = {version: count for version, count in put.items() if count > lease.tokens.get(version, 0)}
+        if unknown:
+            version, count = next(iter(unknown.items()))
+            raise ValueError(
+                f"uid {prompt.uid}: the experience holds {count} tokens of version {version}, and its lease sampled "
+                f"{lease.tokens.get(version, 0)}; put the samples that rollout.sample(prompt) gave, or some of them"
+            )
+        self.ledger.discard(prompt.uid, prompt.attempt, {v: n - put[v] for v, n in lease.tokens.items() if n > put[v]})
 
     def _wait_is_over(self) -> None:
         self._timed_out = True
         self._advance()
 
     def _arm_expiry(self) -> None:
-        if self._expiry_timer is None and self._lease_timeout > 0 and self._granted_at:
-            oldest = next(iter(self._granted_at.values()))
+        if self._expiry_timer is None and self._lease_timeout > 0 and self._heard_of:
+            oldest = next(iter(self._heard_of.values()))
             self._expiry_timer = self._loop.call_at(oldest + self._lease_timeout, self._expire)
 
     def _expire(self) -> None:
+        """Lease again what nothing was heard of for too long. One without a token yet may be queueing for a decoding
+        slot: it is lost only if no other lease gets tokens either."""
         self._expiry_timer = None
-        now = self._loop.time()
-        due = takewhile(lambda item: item[1] + self._lease_timeout <= now, self._granted_at.items())
-        for uid in [uid for uid, _ in due]:
-            self.ledger.drop(uid, self.ledger.live[uid].attempt, "timeout", counts=True)
+        silent = self._loop.time() - self._lease_timeout
+        for uid in [uid for uid, _ in takewhile(lambda item: item[1] <= silent, self._heard_of.items())]:
+            lease = self.ledger.live[uid]
+            if not lease.tokens and self._last_token_at > silent:
+                del self._heard_of[uid]
+                self._heard_of[uid] = self._last_token_at
+            else:
+                self.ledger.drop(uid, lease.attempt, "timeout", counts=True, fruitless=True)
         self._advance()
         self._arm_expiry()
 
     def _end_error(self) -> Exception | None:
-        return self._failure or end_error(self.ledger, self.last_error)
+        return self._failure or end_error(self.ledger, self.last_error, self.last_failure)
 
     def _wake_all(self) -> None:
         while self._waiters:

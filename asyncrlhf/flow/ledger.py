@@ -96,6 +96,11 @@ class Ledger:
         below_limit = limit is None or live < self.rules.prompts_per_step or self._census.ready_bytes < limit
         return self.reason is None and live + 1 <= self.room() and below_limit
 
+    @property
+    def ready_count(self) -> int:
+        """Rollouts that wait for a pop."""
+        return self._census.count("ready")
+
     def data_left(self) -> bool:
         """Is a prompt left, fresh or to be leased again?"""
         return bool(self.again) or self.data_count is None or self.cursor < self.data_count
@@ -147,6 +152,22 @@ class Ledger:
             self._books.generated += count
         return True
 
+    def reopen(self, uid: int, attempt: int) -> int | None:
+        """More answers are to be sampled under this lease; gives the first number free for them. None: refused."""
+        lease = self._find(uid, attempt, "running", "scoring")
+        if lease is None:
+            return None
+        if lease.state == "scoring":
+            self._census.move(lease, "running")
+        return max(lease.newest, default=-1) + 1
+
+    def discard(self, uid: int, attempt: int, tokens: Mapping[int, int]) -> None:
+        """Version -> tokens of a lease that will not be trained on: they count as dropped, the lease lives on."""
+        lease = self._find(uid, attempt, "running", "scoring")
+        if lease is not None:
+            self._census.remove_tokens(lease, tokens)
+            self._books.dropped += sum(tokens.values())
+
     def score(self, uid: int, attempt: int) -> bool:
         """Every answer is complete; rewards are pending."""
         lease = self._find(uid, attempt, "running")
@@ -172,19 +193,21 @@ class Ledger:
             return False
         self._census.leave(lease)
         self._end(lease, state)
-        self._filtered_row += 1
-        if self._filtered_row >= self.rules.filtered_limit:
-            self._reason = "exhausted"
+        self._count_fruitless()
         return True
 
-    def drop(self, uid: int, attempt: int, reason: str, *, again: bool = True, counts: bool = False) -> bool:
+    def drop(
+        self, uid: int, attempt: int, reason: str, *, again: bool = True, counts: bool = False, fruitless: bool = False
+    ) -> bool:
         """`dropped(reason)`. `again`: lease the prompt again; `counts`: the prompt lost this attempt, and after
-        `max_attempts` of them the drop is terminal."""
+        `max_attempts` of them the drop is terminal; `fruitless`: it counts among the filtered and failed in a row."""
         lease = self._find(uid, attempt, *LIVE)
         if lease is None:
             return False
         self._census.leave(lease)
         self._lost.append(lease)
+        if fruitless:
+            self._count_fruitless()
         tries = lease.tries + counts
         if again and tries <= self.rules.max_attempts:
             lease.state = f"dropped({reason})"
@@ -195,6 +218,11 @@ class Ledger:
         else:
             self._end(lease, f"dropped({reason})")
         return True
+
+    def _count_fruitless(self) -> None:
+        self._filtered_row += 1
+        if self._filtered_row >= self.rules.filtered_limit:
+            self._reason = "exhausted"
 
     def take_lost(self) -> list[Lease]:
         """Leases dropped since the last call, by the pop too; whoever still works on them should stop."""
