@@ -57,14 +57,13 @@ class GRPO(rl.Algorithm):
         async for prompt in self.prompts:  # waits at the staleness gate
             rollout = await self.rollout.sample(prompt)
             rewards, reference = await rl.gather(self.reward.score(rollout), self.reference_logprobs(rollout))
-            advantages = self.advantages(rewards)
             await self.experience.put(
                 GRPOExperience(
                     rollout=rollout,
                     rewards=rewards,
-                    advantages=advantages,
+                    advantages=self.advantages(rewards),
                     reference_logprobs=reference,
-                    trainable=any(advantages) or self.loss.kl > 0,
+                    trainable=min(rewards) < max(rewards) or self.loss.kl > 0,
                 )
             )
 

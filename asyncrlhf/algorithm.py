@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 from asyncrlhf.errors import AsyncRLHFError, LeaseLost, SampleError, Stalled
 from asyncrlhf.flow.gate import Gate
@@ -18,13 +19,22 @@ __all__ = ("Algorithm", "Stage", "cause_of", "gather", "run_algorithm")
 
 A = TypeVar("A")
 B = TypeVar("B")
+C = TypeVar("C")
 Stage = Callable[[], Awaitable[None]]
+LAST_SECONDS = 30.0
+"""Seconds that services have to end after training; what still waits for an engine then is cancelled."""
 IDLE_RETURNS = 1000
 """Returns of a worker in a row, while no prompt is taken, that end the run."""
 
 
-async def gather(first: Awaitable[A], second: Awaitable[B]) -> tuple[A, B]:
-    """Await both at once; if either fails, the other is cancelled and the failure is raised."""
+@overload
+async def gather(first: Awaitable[A], second: Awaitable[B], /) -> tuple[A, B]: ...
+@overload
+async def gather(first: Awaitable[A], second: Awaitable[B], third: Awaitable[C], /) -> tuple[A, B, C]: ...
+@overload
+async def gather(*awaitables: Awaitable[A]) -> tuple[A, ...]: ...
+async def gather(*awaitables: Awaitable[Any]) -> tuple[Any, ...]:
+    """Await all at once; if one fails, the others are cancelled and its failure is raised."""
 
     async def awaited(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
@@ -34,13 +44,15 @@ async def gather(first: Awaitable[A], second: Awaitable[B]) -> tuple[A, B]:
     cancelling = task.cancelling()
     try:
         async with asyncio.TaskGroup() as tasks:
-            a = tasks.create_task(first if asyncio.iscoroutine(first) else awaited(first))
-            b = tasks.create_task(second if asyncio.iscoroutine(second) else awaited(second))
+            started = [
+                tasks.create_task(awaitable if asyncio.iscoroutine(awaitable) else awaited(awaitable))
+                for awaitable in awaitables
+            ]
     except BaseExceptionGroup as errors:
         while task.cancelling() > cancelling:  # by the TaskGroup, which forgets it up to Python 3.12
             task.uncancel()
         raise errors.exceptions[0] from None
-    return a.result(), b.result()
+    return tuple(done.result() for done in started)
 
 
 class Algorithm(ABC):
@@ -108,7 +120,9 @@ async def run_algorithm(
             for function in close:
                 function()
             if running:
-                await asyncio.wait(running)
+                _, hanging = await asyncio.wait(running, timeout=LAST_SECONDS)
+                for service in hanging:
+                    service.cancel()
             callbacks.cancel()
     except BaseExceptionGroup as errors:
         raise cause_of(errors) from errors
@@ -124,6 +138,8 @@ async def _work(stage: Stage, gate: Gate) -> None:
     while not gate.ended:
         task = await _run_alone(stage)
         error = RuntimeError("cancelled by something it awaits") if task.cancelled() else task.exception()
+        if isinstance(error, BaseExceptionGroup):  # of a TaskGroup of the stage's own
+            error = cause_of(cast("BaseExceptionGroup[BaseException]", error))
         if gate.was_lost(task) or isinstance(error, LeaseLost):
             gate.filter_held(task)
         elif error is None:
@@ -151,7 +167,9 @@ async def _run_alone(stage: Stage) -> asyncio.Task[None]:
         await asyncio.wait([task])
     except asyncio.CancelledError:
         task.cancel()
-        await asyncio.wait([task])
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
         if not task.cancelled():
             task.exception()  # the caller's end is what counts, not this one's
         raise

@@ -7,11 +7,14 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from asyncrlhf.abc import EngineSpec, Runtime
 from asyncrlhf.backends.rules import RewardRunner
-from asyncrlhf.backends.torch.options import OptimizerOptions, SamplerOptions, ScorerOptions, TrainerOptions
+from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, TrainerOptions
+from asyncrlhf.config.convert import convert
 from asyncrlhf.config.groups import Rules, TorchRollout, TorchScore, TorchTrain
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.checkpoint import flush_tree
@@ -30,6 +33,8 @@ TRAINER = "asyncrlhf.backends.torch.train:TorchTrainer"
 SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
 SCORER = "asyncrlhf.backends.torch.score:TorchScorer"
 DEFAULT_PROMPT_TOKENS = 1024
+
+Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +58,22 @@ class Models:
             if model is not None and not any(directory in Path(model).resolve().parents for directory in below):
                 _require_model(f"groups.{name}.model", model)
 
+    @staticmethod
+    def require_devices(wiring: Wiring) -> None:
+        """Raises ConfigError for a GPU that is not there. Loads torch if one is named."""
+        for name, table in wiring.tables.items():
+            device: str = getattr(table, "device", "cpu")
+            if device.startswith("cuda"):
+                from asyncrlhf.backends.torch.model import pick_device
+
+                _under(f'groups.{name}.device = "{device}"', pick_device, device)
+
     @classmethod
     def prepare(cls, config: Config, wiring: Wiring, run_dir: Path, *, anew: bool) -> Models:
         """Find every directory, write models that start from scratch (`anew`: again), load the tokenizer. Raises
-        ConfigError."""
+        ConfigError, also for an architecture that the engines do not serve."""
         from asyncrlhf.backends.torch.guard import guard_torchvision
+        from asyncrlhf.backends.torch.model import read_config
 
         guard_torchvision()
         from transformers import AutoTokenizer
@@ -69,6 +85,8 @@ class Models:
         for name in wiring.of_role("rollout", "reference"):
             table: Any = wiring.tables[name]
             directories[name] = table.model or directories.get(getattr(table, "follows", ""), first)
+        for name, directory in directories.items():
+            _under(f"groups.{name}", read_config, directory, getattr(wiring.tables[name], "head", "lm"))
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(first)
             shape = json.loads((Path(first) / "config.json").read_bytes())
@@ -145,7 +163,17 @@ def build_groups(
         table = wiring.tables[name]
         if isinstance(table, TorchTrain):
             kind = PolicyGroup if role == "policy" else CriticGroup
-            options = _trainer_options(config, table, models.directories[name], temperature, sampled)
+            options = _options(
+                TrainerOptions,
+                name,
+                table,
+                model=models.directories[name],
+                temperature=temperature,
+                optimizer={**msgspec.to_builtins(table.optimizer), "total_steps": config.train_steps or 0},
+                max_response_tokens=sampled.max_tokens if sampled else 0,
+                off_policy=config.off_policy,
+                off_policy_cap=config.off_policy_cap,
+            )
             spec = EngineSpec(
                 group=name, rank=0, engine=TRAINER, options=options, threads=table.threads, core=table.core
             )
@@ -162,17 +190,11 @@ def build_groups(
         elif isinstance(table, TorchRollout):
             groups[name] = _rollout_group(config, name, table, models, runtime, gate, log)
         elif isinstance(table, TorchScore):
-            options = ScorerOptions(
-                model=models.directories[name],
-                temperature=temperature,
-                dtype=table.dtype,
-                device=table.device,
-                micro_batch_tokens=table.micro_batch_tokens,
-            )
+            options = _options(ScorerOptions, name, table, model=models.directories[name], temperature=temperature)
             spec = EngineSpec(
                 group=name, rank=0, engine=SCORER, options=options, threads=table.threads, core=table.core
             )
-            groups[name] = ReferenceGroup(name, log, runtime, spec)
+            groups[name] = ReferenceGroup(name, log, runtime, spec, call_timeout=config.limits.stall_timeout)
         elif isinstance(table, Rules):
             scorer = RuleScorer(rewards[name], models.tokenizer, models.stop_token_ids)
             groups[name] = RewardGroup(name, log, scorer)
@@ -202,10 +224,11 @@ def _rollout_group(
             f"groups.{name}.max_sequence_tokens = {longest}, and the model's max_position_embeddings = "
             f"{models.longest}; lower the first"
         )
-    options = SamplerOptions(
+    options = _options(
+        SamplerOptions,
+        name,
+        table,
         model=models.directories[name],
-        dtype=table.dtype,
-        device=table.device,
         slots=table.concurrency,
         max_sequence_tokens=longest,
     )
@@ -242,35 +265,11 @@ def _rollout_group(
     )
 
 
-def _trainer_options(
-    config: Config, table: TorchTrain, model: str, temperature: float, sampled: TorchRollout | None
-) -> TrainerOptions:
-    optimizer = table.optimizer
-    return TrainerOptions(
-        model=model,
-        temperature=temperature,
-        dtype=table.dtype,
-        device=table.device,
-        head=table.head,
-        micro_batch_tokens=table.micro_batch_tokens,
-        micro_batch_rows=table.micro_batch_rows,
-        layout=table.layout,
-        gradient_checkpointing=table.gradient_checkpointing,
-        optimizer=OptimizerOptions(
-            learning_rate=optimizer.learning_rate,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            schedule=optimizer.schedule,
-            warmup_steps=optimizer.warmup_steps,
-            total_steps=config.train_steps or 0,
-            min_ratio=optimizer.min_ratio,
-            max_grad_norm=optimizer.max_grad_norm or float("inf"),
-        ),
-        max_response_tokens=sampled.max_tokens if sampled else 0,
-        off_policy=config.off_policy or "none",
-        off_policy_cap=config.off_policy_cap,
-    )
+def _options(kind: type[Options], name: str, table: msgspec.Struct, **more: Any) -> Options:
+    """Options of an engine of group `name`, with their bounds checked: the keys that its table shares with them, and
+    `more`. Raises ConfigError."""
+    shared = {key: value for key, value in msgspec.to_builtins(table).items() if key in kind.__struct_fields__}
+    return convert({**shared, **more}, kind, f"groups.{name}")
 
 
 def _trained_directory(config: Config, name: str, table: Any, run_dir: Path, *, anew: bool) -> str:
@@ -310,6 +309,14 @@ def _require_model(key: str, model: str) -> None:
             f'{key} = "{model}" is not a Hugging Face directory: {Path(model) / "config.json"} is missing; give a '
             "directory with config.json, weights and tokenizer"
         )
+
+
+def _under(key: str, function: Callable[..., object], *arguments: object) -> None:
+    """Call it; a ConfigError begins with `key`."""
+    try:
+        function(*arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -57,6 +57,11 @@ def run(config: Config) -> int:
             stage = prepare(config)
             for other in stage.all_after():
                 other.directory.require_usable()
+            stages = [stage, *stage.all_after()]
+            _set_threads(stages)
+            for each in stages:
+                if each.directory.completed() is None:
+                    Models.require_devices(each.wiring)
             return _run(stage, signals)
         except StoppedEarly:
             print(f"\nstopped before {config.run_dir} began", file=sys.stderr)
@@ -80,10 +85,14 @@ def _run(stage: Stage, signals: StopSignals, *, first: bool = False) -> int:
         return _train(stage, signals)
 
 
-def _train(stage: Stage, signals: StopSignals) -> int:
-    threads = max((getattr(table, "threads", 1) for table in stage.wiring.tables.values()), default=1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when torch is imported
+def _set_threads(stages: Iterable[Stage]) -> None:
+    """Before torch is imported, which reads this."""
+    threads = max((getattr(table, "threads", 1) for each in stages for table in each.wiring.tables.values()), default=1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _train(stage: Stage, signals: StopSignals) -> int:
     resumed = stage.directory.resume(stage.wiring.experience_type)
     anew = resumed is None or not resumed.own
     models = Models.prepare(stage.config, stage.wiring, stage.directory.path, anew=anew)

@@ -190,11 +190,19 @@ def _check(config: Config, wiring: Wiring) -> None:
             f"has {', '.join(wiring.roles)}; set evaluation.every = 0"
         )
     for name in wiring.of_role("policy", "critic"):
-        table = cast(Any, wiring.tables[name])
-        if table.optimizer.schedule != "constant" and config.train_steps is None:
+        optimizer = cast(Any, wiring.tables[name]).optimizer
+        if optimizer.schedule == "constant":
+            continue
+        if config.train_steps is None:
             raise ConfigError(
-                f'groups.{name}.optimizer.schedule = "{table.optimizer.schedule}" ends at train_steps, which is not '
+                f'groups.{name}.optimizer.schedule = "{optimizer.schedule}" ends at train_steps, which is not '
                 'set; set train_steps or use schedule = "constant"'
+            )
+        if optimizer.warmup_steps >= config.train_steps:
+            raise ConfigError(
+                f"groups.{name}.optimizer.warmup_steps = {optimizer.warmup_steps} leaves no step for schedule = "
+                f'"{optimizer.schedule}", which ends at train_steps = {config.train_steps}; lower the first or raise '
+                "the second"
             )
     loss = wiring.settings.get("loss")
     level = getattr(loss if loss is not None else _default_loss(wiring.algorithm), "level", "token")

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("Amount", "Count", "Decay", "Fraction", "Name", "Positive", "PositiveAmount", "Table", "require_import_path")
+__all__ = (
+    "PATTERNS",
+    "Amount",
+    "Cap",
+    "Correction",
+    "Count",
+    "Decay",
+    "Device",
+    "Dtype",
+    "Fraction",
+    "Head",
+    "Layout",
+    "Name",
+    "Positive",
+    "PositiveAmount",
+    "Table",
+    "require_import_path",
+)
+
+DEVICE = "^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"
+PATTERNS: Mapping[str, str] = {DEVICE: 'a device; use "auto", "cpu", "cuda" or one GPU, such as "cuda:1"'}
+"""A pattern of a field's type -> what it stands for, for messages."""
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -16,7 +38,13 @@ Amount = Annotated[float, Meta(ge=0)]
 PositiveAmount = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
+Cap = Annotated[float, Meta(gt=1)]
 Name = Annotated[str, Meta(min_length=1)]
+Device = Annotated[str, Meta(pattern=DEVICE)]
+Dtype = Literal["float32", "bfloat16"]
+Head = Literal["lm", "value"]
+Layout = Literal["padded", "packed", "shared"]
+Correction = Literal["none", "truncated_is", "masked_is", "decoupled"]
 
 
 class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import msgspec
 from msgspec import inspect as kinds
 
+from asyncrlhf.config.bounds import PATTERNS
 from asyncrlhf.errors import ConfigError
 
 __all__ = ("convert",)
@@ -152,6 +153,8 @@ def _explain(problem: msgspec.ValidationError, table: Mapping[str, Any], where: 
         return f"{key} = {value} must be {bound[1]} {float(bound[2]):g}"
     if re.fullmatch(r"Expected `str(?: \| null)?` of length >= 1", text):
         return f"{key} must not be empty"
+    if form := re.fullmatch(r"Expected `str(?: \| null)?` matching regex '(.+)'", text):
+        return f"{key} = {value} is not {PATTERNS.get(form[1], f'of the form {form[1]}')}"
     return f"{key} = {value}: {text[0].lower()}{text[1:].replace('`', '')}"
 
 

@@ -10,7 +10,11 @@ from asyncrlhf.config.bounds import (
     Amount,
     Count,
     Decay,
+    Device,
+    Dtype,
     Fraction,
+    Head,
+    Layout,
     Name,
     Positive,
     PositiveAmount,
@@ -36,7 +40,7 @@ class OptimizerTable(Table, frozen=True, kw_only=True):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine fall until train_steps."""
     warmup_steps: Count = 0
-    """Train steps over which the rate rises from 0; 0: none."""
+    """Train steps over which the rate rises from 0; 0: none. Below train_steps unless the schedule is constant."""
     min_ratio: Fraction = 0.0
     """Where the schedule ends, as a share of learning_rate."""
     max_grad_norm: Amount = 1.0
@@ -57,9 +61,9 @@ class Scratch(Table, frozen=True, kw_only=True):
 class Compute(Table, frozen=True, kw_only=True):
     """What every torch group says about its hardware."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     """Of the weights."""
-    device: Name = "auto"
+    device: Device = "auto"
     """"auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", ..."""
     threads: Positive = 1
     """Compute threads on the CPU, per engine."""
@@ -74,13 +78,13 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
     """Hugging Face directory to start from."""
     scratch: Scratch | None = None
     """Start from random weights."""
-    head: Literal["lm", "value"] = "lm"
+    head: Head = "lm"
     """What sits on the trunk: token log-probs, or one value per token."""
     micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
     micro_batch_rows: Count = 0
     """Rows forwarded at once; 0: only tokens count."""
-    layout: Literal["padded", "packed", "shared"] = "padded"
+    layout: Layout = "padded"
     """Rows sorted by length and padded; laid end to end in one (GPUs with flash attention); or sharing the prompt that
     they answer (fewest tokens, fastest on a CPU)."""
     gradient_checkpointing: bool = False

@@ -5,12 +5,22 @@ A rule that is broken raises ConfigError; its message starts with the key, and `
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta, field
+from msgspec import field
 
-from asyncrlhf.config.bounds import Amount, Count, Name, Positive, PositiveAmount, Table, require_import_path
+from asyncrlhf.config.bounds import (
+    Amount,
+    Cap,
+    Correction,
+    Count,
+    Name,
+    Positive,
+    PositiveAmount,
+    Table,
+    require_import_path,
+)
 from asyncrlhf.config.groups import ROLES as ROLES
 from asyncrlhf.config.groups import OptimizerTable as OptimizerTable
 from asyncrlhf.config.groups import Rules as Rules
@@ -207,9 +217,9 @@ class Config(Table, frozen=True, kw_only=True):
     """What happens to a rollout that reaches the bound: its old tokens are masked, training waits, or it is dropped."""
     order: Literal["ready", "admission"] = "ready"
     """Which ready rollouts train first: the earliest deadline, or strictly as admitted (reproducible)."""
-    off_policy: Literal["none", "truncated_is", "masked_is", "decoupled"] | None = None
+    off_policy: Correction | None = None
     """Correction for tokens of older versions; must be chosen when max_staleness > 0; left out at 0: "none"."""
-    off_policy_cap: Annotated[float, Meta(gt=1)] = 2.0
+    off_policy_cap: Cap = 2.0
     """Importance ratio above which the correction truncates or masks a token."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The algorithm's own fields."""

@@ -87,9 +87,7 @@ class Coordinator:
     async def start(self) -> None:
         """Launch or resume: commit V to every engine before the first lease. Raises GroupError if one refuses it."""
         version = self.version
-        for group in self._trained:
-            if any(follower.follows == group.name for follower in self._followers):
-                self._remember(group.name, await group.export(version))
+        await self._export(version)
         async with asyncio.TaskGroup() as tasks:
             for follower in self._followers:
                 for replica in follower.replicas:
@@ -104,9 +102,14 @@ class Coordinator:
     async def publish(self, *groups: TrainGroup) -> None:
         """Close train step t, once: void if no optimizer step of any trained model was applied, else V = t + 1.
 
-        Then, if `publish.every` says so, bring the weights of `groups` to the engines that follow them, and return
-        when all have committed. Raises PublishRefused when weights fail the gate, GroupError when an engine is lost.
+        Then, if `publish.every` says so, bring the weights of all followed groups to the engines that follow them, and
+        return when all have committed; weights that have not changed go as a header. `groups` are those that the step
+        was meant to train. Raises PublishRefused when weights fail the gate, GroupError when an engine is lost, and
+        ValueError for a group that is not trained here.
         """
+        for group in groups:
+            if group not in self._trained:
+                raise ValueError(f"publish({group.name}): this run trains {', '.join(g.name for g in self._trained)}")
         training = self._gate.ledger.training
         if training is None:
             raise RuntimeError("publish() closes a train step, and none is open: call it once per batch")
@@ -122,7 +125,7 @@ class Coordinator:
         if self._gate.ledger.due():
             if self._evaluator is not None:
                 await self._evaluator.hold()
-            await self._move(groups, began)
+            await self._move(began)
         version = self.version
         self._end_step(training.step, void=False, reason="")
         if self._evaluator is not None and self._tasks is not None and not self._gate.stopping:
@@ -132,16 +135,10 @@ class Coordinator:
             self._step_began = self._elapsed()
 
     # ---- moving weights ----------------------------------------------------------------------------------------
-    async def _move(self, groups: Sequence[TrainGroup], began: float) -> None:
+    async def _move(self, began: float) -> None:
         version = self.version
-        moved: list[WeightHandle] = []
-        followers = [f for f in self._followers if f.follows in {group.name for group in groups}]
-        if followers:
-            sources = {follower.follows for follower in followers}
-            for group in groups:
-                if group.name in sources:
-                    moved.append(await group.export(version))
-                    self._remember(group.name, moved[-1])
+        moved = await self._export(version)
+        if self._followers:
             self._members.prepare(version)
             self._fenced = []
             try:
@@ -153,7 +150,7 @@ class Coordinator:
                         await self._joined.wait()
             finally:
                 if self._mode == "drain":
-                    for follower in followers:
+                    for follower in self._followers:
                         follower.release()
         self.publish_count += 1
         seconds = self._elapsed() - began
@@ -167,7 +164,15 @@ class Coordinator:
                 fenced=tuple(self._fenced),
             )
         )
-        self._gate.publish(self._members.published if followers else version)
+        self._gate.publish(self._members.published if self._followers else version)
+
+    async def _export(self, version: int) -> list[WeightHandle]:
+        """The weights of every group that somebody follows."""
+        sources = {follower.follows for follower in self._followers}
+        handles = [await group.export(version) for group in self._trained if group.name in sources]
+        for group, handle in zip((g for g in self._trained if g.name in sources), handles, strict=True):
+            self._remember(group.name, handle)
+        return handles
 
     async def _phase(self, phase: Literal["prepare", "commit"]) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import traceback
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from random import Random
 from typing import Any, Protocol, cast
 
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Data
 from asyncrlhf.data.rows import Report, Row, read_jsonl
-from asyncrlhf.errors import ConfigError, DataError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, DataError
 
 __all__ = ("Dataset", "EndlessRows", "FiniteRows", "RowStream", "open_dataset")
 
@@ -79,7 +81,9 @@ class FiniteRows:
 
     def row(self, uid: int) -> Row:
         epoch, position = divmod(uid, self._row_count)
-        return Row(self._rows[self._order(epoch)[position] if self._shuffle else position])
+        place = self._order(epoch)[position] if self._shuffle else position
+        with _told(f"{self.report.source}: row {place}"):
+            return Row(self._rows[place])
 
     def epoch(self, uid: int) -> int:
         return uid // self._row_count
@@ -115,7 +119,8 @@ class EndlessRows:
 
     def row(self, uid: int) -> Row:
         try:
-            return Row(self._rows[uid])
+            with _told(f"{self.report.source}: row {uid}", IndexError):
+                return Row(self._rows[uid])
         except IndexError:
             raise DataError(f"{self.report.source} has no row {uid}: rows that end need a __len__") from None
 
@@ -201,17 +206,19 @@ def open_dataset(data: Data, seed: int, where: str = "data") -> Dataset:
         return FiniteRows(rows, len(rows), report, epochs=data.epochs, shuffle=data.shuffle, seed=seed)
     name = f'{where}.source = "{data.source}"'
     factory = _factory(data.source, data.options, where)
-    made: Any = factory()
+    with _told(name):
+        made: Any = factory()
     kind = cast(type[Any], type(made))
     plain = isinstance(made, Mapping | str | bytes)
     if not plain and hasattr(kind, "__len__") and hasattr(kind, "__getitem__"):
-        row_count = len(made)
+        with _told(name):
+            row_count = len(made)
         if not row_count:
             raise DataError(f"{name} gives no row")
         report = Report(data.source, row_count)
         return FiniteRows(made, row_count, report, epochs=data.epochs, shuffle=data.shuffle, seed=seed)
     if not plain and hasattr(kind, "__iter__"):
-        stream = RowStream(_once_then(made, factory), Report(data.source, None), data.epochs)
+        stream = RowStream(_once_then(made, factory, name), Report(data.source, None), data.epochs)
         if not stream.has(0):
             raise DataError(f"{name} gives no row")
         return stream
@@ -235,18 +242,34 @@ def _factory(source: str, options: Mapping[str, Any], where: str) -> Callable[[]
     return lambda: made(**options)
 
 
-def _once_then(first: Iterable[Columns], factory: Callable[[], Iterable[Columns]]) -> Callable[[], Iterable[Columns]]:
+def _once_then(
+    first: Iterable[Columns], factory: Callable[[], Iterable[Columns]], name: str
+) -> Callable[[], Iterable[Columns]]:
     """Opens `first`, and what the factory makes anew from the second time on."""
     opened = False
 
     def open_rows() -> Iterable[Columns]:
         nonlocal opened
-        if not opened:
-            opened = True
-            return first
-        return factory()
+        again, opened = opened, True
+        with _told(name):
+            yield from factory() if again else first
 
     return open_rows
+
+
+@contextlib.contextmanager
+def _told(name: str, *passed: type[Exception]) -> Generator[None]:
+    """What somebody else's code raises inside, but for `passed`, becomes a DataError that says from where."""
+    try:
+        yield
+    except (AsyncRLHFError, *passed):
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"{name} raised {type(error).__name__}{text and f': {text}'} ({place.filename}, line {place.lineno})"
+        ) from error
 
 
 def _shorter(source: str, row_count: int, cursor: int) -> DataError:

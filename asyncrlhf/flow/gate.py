@@ -356,8 +356,8 @@ class Gate:
                 self._rows.release(lease.uid)
             if holder is not None:
                 holder.prompt = None
-                if holder.task is not None and not holder.task.done():
-                    self._lost_tasks.add(holder.task)
+                if holder.task is not None:
+                    self._lost_tasks.add(holder.task)  # also if it is done, and its worker has yet to look
                     holder.task.cancel()
         return bool(lost)
 
@@ -418,10 +418,10 @@ class Gate:
         """Lease again what nothing was heard of for too long. One without a token yet may be queueing for a decoding
         slot: it is lost only if no other lease gets tokens either."""
         self._expiry_timer = None
-        silent = self._loop.time() - self._lease_timeout
-        for uid in [uid for uid, _ in takewhile(lambda item: item[1] <= silent, self._heard_of.items())]:
+        now, limit = self._loop.time(), self._lease_timeout
+        for uid in [uid for uid, _ in takewhile(lambda item: item[1] + limit <= now, self._heard_of.items())]:
             lease = self.ledger.live[uid]
-            if not lease.tokens and self._last_token_at > silent:
+            if not lease.tokens and self._last_token_at + limit > now:
                 del self._heard_of[uid]
                 self._heard_of[uid] = self._last_token_at
             else:

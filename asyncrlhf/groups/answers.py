@@ -33,6 +33,8 @@ class Task:
     temperature: float
     reply: asyncio.Future[Rollout]
     started: float
+    first: int = 0
+    """Number of its first answer: those of an earlier call under the same lease come before."""
     answers: dict[str, int] = field(default_factory=dict[str, int])
     samples: dict[int, Sample] = field(default_factory=dict[int, Sample])
     rejected: list[str] = field(default_factory=list[str])

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from asyncrlhf.errors import QueueClosed
+from asyncrlhf.errors import GroupError, QueueClosed
 from asyncrlhf.flow.queue import Queue, QueueStatistics
 from asyncrlhf.messages import EngineEvent
 from asyncrlhf.messages.engines import Busy
 from asyncrlhf.observe.events import EngineBusy
 from asyncrlhf.observe.log import EventLog
 
-__all__ = ("Group", "Request")
+__all__ = ("Group", "Request", "answer", "refuse", "within")
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,6 +84,18 @@ class Group(ABC):
             )
         )
         return True
+
+
+async def within(seconds: float | None, call: Awaitable[T], what: str) -> T:
+    """Await an engine at most `seconds` (None: for ever). Raises GroupError, naming `what`, when it takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        raise GroupError(
+            f"{what} has not come back within limits.stall_timeout = {seconds:g} s; its engine hangs, or the limit is "
+            "too low for this model"
+        ) from None
 
 
 def answer(request: Request, result: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, GroupError
-from asyncrlhf.groups.group import Group, Request, answer, refuse
+from asyncrlhf.groups.group import Group, Request, answer, refuse, within
 from asyncrlhf.messages import Array, ArrayColumn, EngineEvent, PerToken, Rollout, TrainBatch
 from asyncrlhf.observe.log import EventLog
 
@@ -18,8 +18,12 @@ __all__ = ("ReferenceGroup",)
 class ReferenceGroup(Group):
     """A frozen policy."""
 
-    def __init__(self, name: str, log: EventLog, runtime: Runtime, spec: EngineSpec) -> None:
+    def __init__(
+        self, name: str, log: EventLog, runtime: Runtime, spec: EngineSpec, *, call_timeout: float | None = None
+    ) -> None:
+        """`call_timeout`: seconds an engine call may take before the group fails; None: for ever."""
         super().__init__(name, log)
+        self._call_timeout = call_timeout
         self.spec = spec
         self._runtime = runtime
         self._engine: EngineHandle | None = None
@@ -37,7 +41,8 @@ class ReferenceGroup(Group):
             raise GroupError(f"group {self.name!r} has not been started")
         rollouts: list[Rollout] = [request.arguments[0] for request in requests]
         try:
-            rows: Sequence[Array] = await self._engine.call("logprobs", _batch(rollouts))
+            call = self._engine.call("logprobs", _batch(rollouts))
+            rows: Sequence[Array] = await within(self._call_timeout, call, f"group {self.name!r}: logprobs")
         except AsyncRLHFError as error:
             for request in requests:
                 refuse(request, error)

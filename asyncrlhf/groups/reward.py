@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from asyncrlhf.errors import SampleError
 from asyncrlhf.groups.group import Group, Request, answer, refuse
 from asyncrlhf.messages import PerSample, Rollout
 from asyncrlhf.observe.events import Scored
@@ -46,9 +47,14 @@ class RewardGroup(Group):
         try:
             rewards = await self._scorer.score(rollout)
         except asyncio.CancelledError:
+            task = asyncio.current_task()
             if request.reply.cancelled():
                 return
-            raise
+            if task is None or task.cancelling():
+                raise
+            prompt = rollout.prompt
+            refuse(request, SampleError(f"uid {prompt.uid}: scoring was cancelled from inside the reward function"))
+            return
         except Exception as error:  # a user's function: its error belongs to this sample's caller
             refuse(request, error)
             return

@@ -44,6 +44,8 @@ class LeaseReports(Protocol):
 
     def score(self, prompt: Prompt) -> None: ...
 
+    def sample_more(self, prompt: Prompt) -> int: ...
+
     def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None: ...
 
 
@@ -104,7 +106,8 @@ class RolloutGroup(Group):
     async def sample(self, prompt: Prompt) -> Rollout:
         """All answers to a prompt under its lease; their tokens and versions are reported to the ledger.
 
-        Raises SampleError when fewer than `min_answers` answers could be sampled. Cancelling aborts the answers.
+        Under one lease it may be asked again, for further answers. Raises SampleError when fewer than `min_answers`
+        answers could be sampled, LeaseLost if the lease is gone. Cancelling aborts the answers.
         """
         return await self._answers(prompt, self.sampling.answers_per_prompt, self.sampling.temperature, lease=True)
 
@@ -137,11 +140,12 @@ class RolloutGroup(Group):
         await self._engine(replica).call("commit", version, self._kv)
 
     async def drained(self, replica: Replica) -> None:
-        """Wait until an engine has no answer outstanding. Requests that come meanwhile wait for `release`."""
+        """Wait until an engine has no answer to a lease outstanding (evaluations are swapped in flight). Requests that
+        come meanwhile wait for `release`."""
         self._held = True
-        if replica.requests:
-            replica.idle.clear()
-            await replica.idle.wait()
+        replica.idle.clear()
+        self._note_idle(replica)
+        await replica.idle.wait()
 
     def release(self) -> None:
         """Draining is over: send what was held back."""
@@ -192,12 +196,11 @@ class RolloutGroup(Group):
                 self._background = None
 
     async def handle(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._dispatch(list(self._split(request.arguments[0])))
+        self._dispatch([answer for request in requests for answer in self._split(request.arguments[0])])
 
     def _split(self, task: Task) -> Iterable[GenerateRequest]:
         sampling, prompt, self._numbers = self.sampling, task.prompt, self._numbers + 1
-        for number in range(task.count):
+        for number in range(task.first, task.first + task.count):
             request_id = f"{self._numbers}.{prompt.uid}.{prompt.attempt}.{number}"
             task.answers[request_id] = number
             self._tasks[request_id] = task
@@ -235,10 +238,14 @@ class RolloutGroup(Group):
             ids = [i for i in task.answers if replica.requests.pop(i, None) is not None]
             if ids and self._start(self._abort(replica, replica.incarnation, task, ids)):
                 left -= set(ids)
-            if not replica.requests:
-                replica.idle.set()
+            self._note_idle(replica)
         for request_id in left:
             self._forget(task, request_id)
+
+    def _note_idle(self, replica: Replica) -> None:
+        """Tell a drain when the last answer to a lease is in."""
+        if self._held and not any((t := self._tasks.get(i)) is not None and t.lease for i in replica.requests):
+            replica.idle.set()
 
     async def _abort(self, replica: Replica, incarnation: int, task: Task, ids: list[str]) -> None:
         replica.aborting += 1
@@ -315,8 +322,7 @@ class RolloutGroup(Group):
 
     def _finish(self, replica: Replica, request_id: str, outcome: Sample | str) -> None:
         replica.requests.pop(request_id, None)
-        if not replica.requests:
-            replica.idle.set()
+        self._note_idle(replica)
         task = self._tasks.get(request_id)
         if task is None:
             return

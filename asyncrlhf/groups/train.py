@@ -56,8 +56,9 @@ class TrainGroup(Group):
         self._runtime = runtime
         self._engine: EngineHandle | None = None
         self._needs_proximal = needs_proximal
-        self._proximal: tuple[TrainBatch, ArrayColumn] | None = None
-        self._stepped: TrainBatch | None = None
+        self._begun: tuple[int, tuple[int, ...]] | None = None  # train step and row lengths of the popped batch
+        self._proximal: ArrayColumn | None = None  # for every row of it; None: its one step needs none
+        self._before_update = asyncio.Lock()  # steps asked for at once wait for the forward of the first
         self._gap_alarm, self._call_timeout = gap_alarm, call_timeout
 
     async def start(self) -> None:
@@ -74,19 +75,22 @@ class TrainGroup(Group):
     async def step(self, batch: TrainBatch, loss: Loss) -> StepResult:
         """One optimizer step on all rows of `batch`, which may be a mini-batch of a popped one.
 
-        Raises GroupError if the engine fails, ValueError if a batch is stepped on a second time whole although the
-        correction needs the log-probs from before the first: cut it with `batch.minibatches(count, epochs=...)`.
+        Raises GroupError if the engine fails, ValueError if a further step follows one on the whole batch although the
+        correction needs the log-probs from before it: take all steps from `batch.minibatches(count, epochs=...)`.
         """
-        return await self.ask("step", await self._with_proximal(batch), pack(loss))
+        if self._needs_proximal:
+            async with self._before_update:
+                batch = await self._with_proximal(batch, loss.uses_masked_rows)
+        return await self.ask("step", batch.without_origin(), pack(loss))
 
     async def logprobs(self, batch: TrainBatch) -> ArrayColumn:
         """Log-prob of every response token under the current weights, as a column."""
-        rows: Sequence[Array] = await self.ask("logprobs", batch)
+        rows: Sequence[Array] = await self.ask("logprobs", batch.without_origin())
         return ArrayColumn("token", tuple(rows))
 
     async def apply(self, transform: Transform, batch: TrainBatch) -> TrainBatch:
         """The batch with the columns that a transform computes beside this model (GAE beside the critic)."""
-        columns: dict[str, Sequence[Array]] = await self.ask("apply", pack(transform), batch)
+        columns: dict[str, Sequence[Array]] = await self.ask("apply", pack(transform), batch.without_origin())
         return batch.with_columns(**{name: ArrayColumn("token", tuple(rows)) for name, rows in columns.items()})
 
     # ---- control lane ------------------------------------------------------------------------------------------
@@ -107,6 +111,7 @@ class TrainGroup(Group):
         """Optimizer steps applied and reasons of those rejected since the last call (one train step)."""
         result = self.applied_since_publish, self.rejections_since_publish
         self.applied_since_publish, self.rejections_since_publish = 0, []
+        self._begun = self._proximal = None
         return result
 
     async def _call(self, verb: str, *arguments: object) -> Any:
@@ -161,29 +166,34 @@ class TrainGroup(Group):
                 )
             )
 
-    async def _with_proximal(self, batch: TrainBatch) -> TrainBatch:
-        """One optimizer step on the popped batch takes the detached current log-probs (the engine does); mini-batches
-        take those of one forward before the first update."""
-        if not self._needs_proximal:
+    async def _with_proximal(self, batch: TrainBatch, masked_rows: bool) -> TrainBatch:
+        """A lone step on all rows takes the detached current log-probs (the engine does); every other takes those of
+        one forward before the first update of the train step, by row of the popped batch."""
+        step, popped = batch.train_step, batch.popped
+        if self._begun is None:
+            if batch.several_steps or set(batch.rows) != set(popped.rows):
+                self._proximal = await self._proximal_of(popped, masked_rows)
+            self._begun = step, popped.response_lengths
+        elif self._begun != (step, popped.response_lengths):
+            raise ValueError(
+                f"train step {self._begun[0]} has begun on another batch than this one, of train step {step}; make all "
+                "parts from the popped batch, with take, minibatches and with_columns"
+            )
+        elif self._proximal is None:
+            raise ValueError(
+                f"train step {step}: a second optimizer step after one on the whole batch would compare with weights "
+                "that the first has changed; use batch.minibatches(count, epochs=...)"
+            )
+        if self._proximal is None:
             return batch
-        if batch.whole is None:
-            if self._stepped is batch:
-                raise ValueError(
-                    f"train step {batch.train_step}: a second optimizer step on the same whole batch would compare "
-                    "with weights that the first has changed; use batch.minibatches(count, epochs=...)"
-                )
-            self._stepped = batch
-            return batch
-        if self._proximal is None or self._proximal[0] is not batch.whole:
-            self._proximal = batch.whole, await self._proximal_of(batch.whole)
-        return batch.with_columns(proximal_logprobs=self._proximal[1].take(batch.rows))
+        return batch.with_columns(proximal_logprobs=self._proximal.take(batch.rows))
 
-    async def _proximal_of(self, whole: TrainBatch) -> ArrayColumn:
-        """Log-probs of the rows that have an unmasked token; zeros for the others, which no loss reads."""
-        used = [row for row, count in enumerate(whole.unmasked) if count]
-        rows: list[Array] = [np.zeros(length, np.float32) for length in whole.response_lengths]
+    async def _proximal_of(self, popped: TrainBatch, masked_rows: bool) -> ArrayColumn:
+        """Log-probs of the rows that a loss reads: those with an unmasked token, or all; zeros for the others."""
+        used = [row for row, count in enumerate(popped.unmasked) if count or masked_rows]
+        rows: list[Array] = [np.zeros(length, np.float32) for length in popped.response_lengths]
         if used:
-            for row, logprobs in zip(used, (await self.logprobs(whole.take(used))).rows, strict=True):
+            for row, logprobs in zip(used, (await self.logprobs(popped.take(used))).rows, strict=True):
                 rows[row] = logprobs
         return ArrayColumn("token", tuple(rows))
 

@@ -68,10 +68,16 @@ class TrainBatch:
     rollouts: tuple[int, ...]
     """Which rollout of the batch each row belongs to, ascending."""
     columns: Mapping[str, Column]
-    whole: TrainBatch | None = field(default=None, repr=False)
-    """The batch that this one is a mini-batch of; None for a popped batch itself."""
     rows: tuple[int, ...] = ()
-    """Which rows of `whole` these are; empty for a popped batch."""
+    """Position of each row in the popped batch; filled in when left out."""
+    several_steps: bool = False
+    """Part of a plan of several optimizer steps: even a step on all rows is not the only one of its train step."""
+    origin: TrainBatch | None = field(default=None, repr=False, compare=False)
+    """The popped batch that these rows come from; None for that batch itself, and for what is sent to an engine."""
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            object.__setattr__(self, "rows", tuple(range(len(self))))
 
     def __len__(self) -> int:
         return len(self.response_lengths)
@@ -80,6 +86,11 @@ class TrainBatch:
     def token_count(self) -> int:
         """Response tokens, masked ones included."""
         return sum(self.response_lengths)
+
+    @property
+    def popped(self) -> TrainBatch:
+        """The popped batch that these rows come from."""
+        return self if self.origin is None else self.origin
 
     def take(self, rows: Sequence[int]) -> TrainBatch:
         """The batch of these rows, in this order."""
@@ -94,22 +105,29 @@ class TrainBatch:
             unmasked=pick(self.unmasked),
             rollouts=pick(self.rollouts),
             columns={name: column.take(rows) for name, column in self.columns.items()},
+            rows=pick(self.rows),
+            origin=self.popped,
         )
 
     def with_columns(self, **columns: Column) -> TrainBatch:
         """The same rows with columns added or replaced."""
-        return replace(self, columns={**self.columns, **columns})
+        return replace(self, columns={**self.columns, **columns}, origin=self.popped)
+
+    def without_origin(self) -> TrainBatch:
+        """The same rows on their own, to be sent to an engine."""
+        return replace(self, origin=None)
 
     def minibatches(self, count: int, *, epochs: int = 1, seed: int = 0) -> list[TrainBatch]:
         """`count` parts of nearly equal row count per epoch, shuffled anew each epoch by (seed, train_step, epoch).
 
-        Parts without a row are left out. `minibatches(1)` is the batch itself. Raises ValueError below 1.
+        Parts without a row are left out. `minibatches(1)` is the batch itself. Raises ValueError below 1. Whatever
+        `take`, `with_columns` or a group's `apply` makes of a part stays a part of the popped batch.
         """
         if count < 1 or epochs < 1:
             raise ValueError(f"minibatches = {count}, epochs = {epochs}; both must be 1 or more")
         if count == epochs == 1:
             return [self]
-        parts: list[TrainBatch] = []
+        orders: list[list[int]] = []
         for epoch in range(epochs):
             order = list(range(len(self)))
             Random(f"{seed}/{self.train_step}/{epoch}").shuffle(order)
@@ -118,6 +136,7 @@ class TrainBatch:
             for part in range(count):
                 end = start + size + (part < extra)
                 if end > start:
-                    parts.append(replace(self.take(order[start:end]), whole=self, rows=tuple(order[start:end])))
+                    orders.append(order[start:end])
                 start = end
-        return parts
+        planned = replace(self, several_steps=self.several_steps or len(orders) > 1, origin=self.popped)
+        return [planned.take(order) for order in orders]

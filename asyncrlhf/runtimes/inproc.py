@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, GenerateEngine, OnEvents
-from asyncrlhf.errors import AsyncRLHFError, GroupError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, GroupError
 from asyncrlhf.messages import Busy, EngineEvent, Failed, import_object
 
 __all__ = ("InprocRuntime", "ThreadEngine")
@@ -43,6 +43,10 @@ class InprocRuntime:
         except asyncio.CancelledError:
             await engine.close()
             raise
+        except ConfigError as error:
+            if any(other.spec == spec and other.was_built for other in self._engines):  # it is not the configuration
+                raise GroupError(f"group {spec.group!r}, rank {spec.rank}: {error}") from error
+            raise
         return engine
 
     async def close(self) -> None:
@@ -66,6 +70,10 @@ class ThreadEngine:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name=f"{spec.group}/{spec.rank}", daemon=True)
         self._thread.start()
+
+    @property
+    def was_built(self) -> bool:
+        return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         if self._failure is not None:
@@ -106,13 +114,13 @@ class ThreadEngine:
         if not future.done():
             future.set_exception(error)
 
-    def _fail(self, error: GroupError) -> None:
+    def _fail(self, error: AsyncRLHFError) -> None:
         first = self._failure is None
         self._failure = self._failure or str(error)
         self._set_error(self.ready, error)
         for reply in list(self._open):
             self._set_error(reply, error)
-        if first and self.ready.done() and self.ready.exception() is None:
+        if first and self.was_built:
             self._on_events([Failed(reason=str(error))])
 
     # ---- in the engine's thread --------------------------------------------------------------------------------
@@ -124,7 +132,11 @@ class ThreadEngine:
             with BUILDING:
                 kind = import_object(self.spec.engine)
                 kind.use_threads(self.spec.threads)
-                engine = built = kind(self.spec.options)
+                try:
+                    engine = built = kind(self.spec.options)
+                except ConfigError as error:
+                    self._post(self._fail, error)
+                    return
             self._post(self._set_result, self.ready, None)
             self._loop_forever(built)
         except BaseException as error:  # the boundary of the thread: everything becomes a message

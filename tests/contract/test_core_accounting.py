@@ -69,7 +69,7 @@ def test_A2_a_batch_that_is_filtered_whole_is_refilled() -> None:
 def test_A2_a_filter_that_rejects_everything_ends_the_run_by_name() -> None:
     run = simulate(Filtered, Scenario(rows=None, train_steps=5, reward={"equal": 1.0}, max_filtered=30))
     assert run.reason == "Exhausted"
-    assert "30 prompts in a row were filtered or failed (limits.max_filtered = 30)" in str(run.error)
+    assert "30 prompts in a row were filtered, failed or timed out (limits.max_filtered = 30)" in str(run.error)
     assert run.ledger.account().counts["filtered"] == 30
 
 

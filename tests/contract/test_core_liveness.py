@@ -134,7 +134,7 @@ def test_L4_moving_weights_cancels_nothing() -> None:
     assert run.reason == "completed"
     samples = [s for p in run.popped for e in p.experiences for s in e.rollout.samples]
     assert sum(len(set(sample.versions())) > 1 for sample in samples) > 20
-    assert {event.state for event in run.events_of(Settled)} == {"consumed"}
+    assert {event.state for event in run.events_of(Settled)} <= {"consumed", "dropped(void)"}
     assert all(event.attempt == 1 for event in run.events_of(Granted))
 
 

@@ -45,7 +45,7 @@ def test_N8_A2_a_reward_that_always_fails_ends_the_run_and_names_the_failure(
     assert child.wait() == 1
     said = scene.summary(run)
     assert (said["status"], said["reason"], said["train_steps"]) == ("failed", "Exhausted", 0)
-    assert "20 prompts in a row were filtered or failed (limits.max_filtered = 20)" in said["message"]
+    assert "20 prompts in a row were filtered, failed or timed out (limits.max_filtered = 20)" in said["message"]
     assert "the last failure was SampleError: prompt " in said["message"]
     assert words in said["message"]
     assert child.left == []

@@ -8,6 +8,7 @@ import pty
 import re
 import resource
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+SCRATCH = """{ characters = "abc>", config = { vocab_size = 8, hidden_size = 16, num_attention_heads = 2 } }"""
 TINY = """
 algorithm = "algorithms.grpo:GRPO"
 train_steps = 6
@@ -120,6 +122,12 @@ def test_check_takes_less_than_a_second_and_loads_nothing_heavy(tmp_path: Path) 
         ("groups.policy={model = 'nowhere'}", 'groups.policy.model = "nowhere" is not a Hugging Face directory'),
         ("data.source=asyncrlhf.data.tasks:revers", "data.source = "),
         ("data.options.length=0", "length = 0 leaves nothing to reverse"),
+        ("data={source = 'os:listdir', options = {path = 'x'}}", 'data.source = "os:listdir" raised FileNotFoundError'),
+        ("groups.rollout.device=gpu", 'groups.rollout.device = "gpu" is not a device'),
+        (
+            "groups.policy.optimizer={schedule = 'cosine', warmup_steps = 6}",
+            'optimizer.warmup_steps = 6 leaves no step for schedule = "cosine", which ends at train_steps = 6',
+        ),
         ("after=['first.toml']", "first.toml: there is no such file"),
         ("settings.minibatches=two", "settings.minibatches"),
         ("max_staleness=1", ""),
@@ -136,6 +144,60 @@ def test_a_refusal_is_one_line_on_stderr_exit_2_and_leaves_nothing(
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
+
+
+def refused(tmp_path: Path, override: str) -> str:
+    """What a run says that is refused although `check` sees nothing wrong."""
+    (tmp_path / "tiny.toml").write_text(TINY)
+    assert asyncrlhf(tmp_path, "check", "tiny.toml", override).returncode == 0
+    done = asyncrlhf(tmp_path, "tiny.toml", override)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+    return done.stderr
+
+
+@pytest.mark.parametrize("group", ["policy", "rollout", "reference"])
+def test_l11_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path, group: str) -> None:
+    more = f", scratch = {SCRATCH}" if group == "policy" else ", max_tokens = 4" if group == "rollout" else ""
+    said = refused(tmp_path, f"groups.{group}={{device = 'cuda:99'{more}}}")
+    assert re.match(rf'error: groups\.{group}\.device = "cuda:99": need cuda:99, have \d+ GPUs; ', said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "qwen2 has layers of type sliding_attention"),
+        ({"model_type": "clip"}, "transformers has no causal language model of type clip"),
+        ({"model_type": "nonsense"}, "nonsense"),
+    ],
+    ids=["sliding", "no-lm", "unknown"],
+)
+def test_an_architecture_that_is_not_served_is_refused(
+    tiny: tuple[Path, Any], tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    said = refused(tmp_path, f"groups.reference.model={_changed(tiny[0], tmp_path, changes)}")
+    assert said.startswith("error: groups.reference: ")
+    assert words in said
+
+
+def test_what_only_an_engine_can_see_is_one_line(tiny: tuple[Path, Any], tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    model = _changed(tiny[0], tmp_path, {})
+    (model / "model.safetensors").unlink()
+    done = asyncrlhf(tmp_path, "tiny.toml", f"groups.reference.model={model}", "observe.console=off")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ConfigError: model = ")
+    assert done.stderr.count("\n") == 1
+    assert json.loads((tmp_path / "runs/tiny/summary.json").read_bytes())["reason"] == "ConfigError"
+
+
+def _changed(run: Path, directory: Path, changes: dict[str, Any]) -> Path:
+    """A copy of the model that `run` began with, but for `changes` in its config.json."""
+    model = shutil.copytree(run / "initial/policy", directory / "model")
+    config = json.loads((model / "config.json").read_bytes())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    return model
 
 
 # ---- the run directory -----------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_bfloat16_trains_float32_weights(model: str) -> None:
 def test_what_cannot_work_is_refused_by_name(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         trainer(str(tmp_path))
-    with pytest.raises(ConfigError, match="sees 0 GPUs"):
+    with pytest.raises(ConfigError, match="need cuda:3, have 0 GPUs"):
         TorchScorer(ScorerOptions(model=model, device="cuda:3"))
     sliding = make_model(
         tmp_path / "sliding",

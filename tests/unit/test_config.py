@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncrlhf.backends.torch.options import OptimizerOptions, SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.config import schema
 from asyncrlhf.config.derive import derive
 from asyncrlhf.config.load import convert, import_named, load, resolved
@@ -191,6 +192,13 @@ def test_a11_depth_and_bound_are_two_knobs(read: Load) -> None:
         ({"model": "m", "optimizer": {"betas": [0.9, 1.0]}}, "critic", "optimizer.betas[1] = 1.0 must be < 1"),
         ({"model": "m", "optimizer": {"betas": [0.9]}}, "critic", "expected array of length 2, got 1"),
         ({"model": "m", "optimizer": {"min_ratio": 2}}, "policy", "optimizer.min_ratio = 2 must be <= 1"),
+        (
+            {"device": "gpu"},
+            "reference",
+            'device = "gpu" is not a device; use "auto", "cpu", "cuda" or one GPU, such as',
+        ),
+        ({"model": "m", "device": "cuda:x"}, "policy", 'device = "cuda:x" is not a device'),
+        ({"max_tokens": 8, "device": ""}, "rollout", 'device = "" is not a device'),
         ({"dtype": "float16"}, "reference", 'dtype = "float16" is not a choice; use one of "bfloat16", "float32"'),
         ({"function": "f"}, "reward", 'function = "f" is not an import path'),
         ({"function": "m:f", "timeout": 0}, "reward", "timeout = 0 must be > 0"),
@@ -385,6 +393,26 @@ def test_every_key_says_what_it_means() -> None:
                 if isinstance(field, AnnAssign):
                     assert isinstance(doc, Expr), f"{table.name}: a key without a docstring"
                     assert isinstance(doc.value, Constant)
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "keys"),
+    [
+        (schema.OptimizerTable, OptimizerOptions, {"betas", "learning_rate", "max_grad_norm", "min_ratio"}),
+        (schema.TorchTrain, TrainerOptions, {"device", "dtype", "head", "layout", "micro_batch_tokens"}),
+        (schema.TorchScore, ScorerOptions, {"device", "dtype", "micro_batch_tokens"}),
+        (schema.TorchRollout, SamplerOptions, {"device", "dtype"}),
+        (schema.Config, TrainerOptions, {"off_policy_cap"}),
+    ],
+)
+def test_engine_options_have_the_bounds_and_defaults_of_their_table(table: type, options: type, keys: set[str]) -> None:
+    ours = {field.name: field for field in msgspec.structs.fields(table)}
+    theirs = {field.name: field for field in msgspec.structs.fields(options)}
+    elsewhere = {"model", "max_sequence_tokens", "optimizer", "off_policy"}  # filled in, or compared by themselves
+    shared = ours.keys() & theirs.keys() - elsewhere
+    assert keys <= shared
+    for key in shared:
+        assert (ours[key].type, ours[key].default) == (theirs[key].type, theirs[key].default), key
 
 
 def test_config_loads_without_torch() -> None:

@@ -48,6 +48,25 @@ class Ending:
         return listed(2)[index]
 
 
+class Torn:
+    """Rows of which one cannot be read."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return listed()[index + 3]
+
+
+def closed(after: int = 0) -> Iterator[dict[str, Any]]:
+    yield from listed(after)
+    raise OSError("the server has gone\nand says so in two lines")
+
+
+def missing() -> list[dict[str, Any]]:
+    raise FileNotFoundError(2, "No such file or directory", "nowhere")
+
+
 only_once = iter(listed(2))
 
 
@@ -219,6 +238,34 @@ def test_a_source_that_gives_no_rows_is_refused(
         source(name, options=options)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "cause"),
+    [
+        ("missing", "raised FileNotFoundError: [Errno 2] No such file or directory: 'nowhere' (", FileNotFoundError),
+        ("closed", "raised OSError: the server has gone (", OSError),
+    ],
+)
+def test_a_source_that_raises_is_refused_by_its_key(name: str, words: str, cause: type[Exception]) -> None:
+    with pytest.raises(DataError) as caught:
+        source(name)
+    assert str(caught.value).startswith(f'data.source = "{__name__}:{name}" {words}')
+    assert f"{Path(__file__).name}, line " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def test_a_source_that_raises_later_says_so() -> None:
+    stream = source("closed", options={"after": 2})
+    assert stream.has(1)
+    with pytest.raises(DataError, match="raised OSError: the server has gone"):
+        stream.has(2)
+    torn = source("Torn", shuffle=False)
+    assert torn.row(0).columns["prompt"] == "p3"
+    with pytest.raises(DataError, match="Torn: row 1 raised IndexError: list index out of range") as caught:
+        torn.row(1)
+    assert isinstance(caught.value.__cause__, IndexError)
 
 
 def test_malformed_rows_are_counted_and_named_by_line(tmp_path: Path) -> None:

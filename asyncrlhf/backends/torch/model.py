@@ -20,10 +20,14 @@ from asyncrlhf.ops import TokenStats
 guard_torchvision()
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+)
 from transformers.utils import logging as transformers_logging  # noqa: E402
 from transformers.utils.import_utils import is_flash_attn_2_available  # noqa: E402
 
-__all__ = ("Model", "pick_device", "require_full_attention")
+__all__ = ("Model", "pick_device", "read_config", "require_full_attention")
 
 FLASH = "flash_attention_2"
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -145,7 +149,7 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device = {name!r}, but this process sees {torch.cuda.device_count()} GPUs; use 'cpu'")
+        raise ConfigError(f'need {name}, have {torch.cuda.device_count()} GPUs; use another one, or "cpu"')
     return device
 
 
@@ -164,20 +168,34 @@ def require_full_attention(config: Any) -> None:
         )
 
 
-def _load(directory: Path, dtype: torch.dtype, head: str, attention: str) -> Any:
+def read_config(directory: str | Path, head: Literal["lm", "value"] = "lm") -> Any:
+    """The Hugging Face configuration in `directory`. Raises ConfigError for an architecture that cannot be served."""
     try:
         config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
-        require_full_attention(config)
+    except (ValueError, ImportError, OSError, KeyError) as error:
+        raise ConfigError(f"model = {str(directory)!r}: {_first_line(error)}") from error
+    require_full_attention(config)
+    known, what = (
+        (MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
+        if head == "lm"
+        else (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, "model with a value per token")
+    )
+    if type(config) not in known:
+        raise ConfigError(f"model = {str(directory)!r}: transformers has no {what} of type {config.model_type}")
+    return config
+
+
+def _load(directory: Path, dtype: torch.dtype, head: Literal["lm", "value"], attention: str) -> Any:
+    read_config(directory, head)
+    try:
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
         kind: Any = AutoModelForCausalLM
         if head == "value":
             kind, options["num_labels"] = AutoModelForTokenClassification, 1
         with _quiet():
             module, report = kind.from_pretrained(directory, output_loading_info=True, **options)
-    except ConfigError:
-        raise
     except (ValueError, ImportError, OSError) as error:
-        raise ConfigError(f"model = {str(directory)!r}: {error}") from error
+        raise ConfigError(f"model = {str(directory)!r}: {_first_line(error)}") from error
     except KeyError as error:
         raise ConfigError(
             f"model = {str(directory)!r} does not take the attention function {error}, as older architectures of "
@@ -195,6 +213,10 @@ def _load(directory: Path, dtype: torch.dtype, head: str, attention: str) -> Any
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = tensor.data.clone()
     return module
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Optimizer:
 
     def step(self, train_step: int, norm: Tensor) -> float:
         """Clip gradients of global norm `norm`, apply them and drop them; gives the learning rate used."""
-        nn.utils.clip_grads_with_norm_(self._parameters, self.options.max_grad_norm, norm)
+        nn.utils.clip_grads_with_norm_(self._parameters, self.options.max_grad_norm or math.inf, norm)
         rate = learning_rate(self.options, train_step)
         for group in self._adamw.param_groups:
             group["lr"] = rate
