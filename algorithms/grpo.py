@@ -31,6 +31,10 @@ class GRPOLoss(ops.Loss, frozen=True):
     """Weight of the pull towards the reference policy; needs [groups.reference]."""
 
     @property
+    def needs_groups(self) -> tuple[str, ...]:
+        return ("reference",) if self.kl else ()
+
+    @property
     def clip_range(self) -> tuple[float, float]:
         return self.clip_low, self.clip_high
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import asyncrlhf as rl
 from asyncrlhf import ops
@@ -19,6 +19,8 @@ class SFTLoss(ops.Loss, frozen=True):
 
 @dataclass(kw_only=True)
 class SFT(rl.Algorithm):
+    requires: ClassVar = ("data.response",)
+
     prompts: rl.PromptSource
     policy: rl.PolicyGroup
     coordinator: rl.Coordinator

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, ClassVar, TypeVar, cast, overload
 
 from asyncrlhf.errors import AsyncRLHFError, LeaseLost, SampleError, Stalled
 from asyncrlhf.flow.gate import Gate
@@ -62,6 +62,8 @@ class Algorithm(ABC):
     is a setting that `[settings]` may change.
     """
 
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Configuration keys that must be set, dotted, for example ("data.response",)."""
     state: Any = None
     """What the algorithm learns about itself (an adaptive coefficient, running statistics): a field
     `state: MyState`, a frozen Struct with a default. It is saved with the weights and restored on resume."""

@@ -20,6 +20,7 @@ import msgspec
 from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm
 from asyncrlhf.build import Models, build_groups, ledger_rules, starters
 from asyncrlhf.config.derive import derive
+from asyncrlhf.config.groups import Compute
 from asyncrlhf.config.schema import Config, Data
 from asyncrlhf.control.checkpoint import FORMAT, Manifest, encode_payloads
 from asyncrlhf.control.coordinator import Coordinator
@@ -87,7 +88,8 @@ def _run(stage: Stage, signals: StopSignals, *, first: bool = False) -> int:
 
 def _set_threads(stages: Iterable[Stage]) -> None:
     """Before torch is imported, which reads this."""
-    threads = max((getattr(table, "threads", 1) for each in stages for table in each.wiring.tables.values()), default=1)
+    tables = [table for each in stages for table in each.wiring.tables.values()]
+    threads = max((table.threads for table in tables if isinstance(table, Compute)), default=1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
 from asyncrlhf.groups import CriticGroup, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup
 from asyncrlhf.messages import Experience
+from asyncrlhf.ops import Loss
 
 __all__ = ("Wiring", "wire")
 
@@ -179,11 +180,12 @@ def _check(config: Config, wiring: Wiring) -> None:
             raise ConfigError(
                 f'groups.{name}.follows = "{follows}" is not a trained group; use one of {", ".join(trained)}'
             )
-    if not wiring.of_role("rollout") and config.data.response is None:
-        raise ConfigError(
-            f"data.response: {config.algorithm} samples nothing, so it learns from the data's own answers; name their "
-            'column, for example response = "answer"'
-        )
+    for key in wiring.algorithm.requires:
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value is None:
+            raise ConfigError(f"{key} is missing; {config.algorithm} needs it")
     if config.evaluation.every and not (wiring.of_role("rollout") and wiring.of_role("reward")):
         raise ConfigError(
             f"evaluation.every = {config.evaluation.every} needs a rollout and a reward group, and {config.algorithm} "
@@ -204,22 +206,25 @@ def _check(config: Config, wiring: Wiring) -> None:
                 f'"{optimizer.schedule}", which ends at train_steps = {config.train_steps}; lower the first or raise '
                 "the second"
             )
-    loss = wiring.settings.get("loss")
-    level = getattr(loss if loss is not None else _default_loss(wiring.algorithm), "level", "token")
-    if level == "sequence" and config.at_deadline == "mask" and config.max_staleness > 0:
-        raise ConfigError(
-            f'at_deadline = "mask" cuts tokens out of rollouts, and the loss of {config.algorithm} works on whole '
-            'sequences; use at_deadline = "wait" or "drop", or max_staleness = 0'
-        )
-    if getattr(loss, "kl", 0) and not wiring.of_role("reference"):
-        raise ConfigError(
-            f"settings.loss.kl = {getattr(loss, 'kl', 0)} pulls towards a reference policy, and there is none; add "
-            "[groups.reference] or set kl = 0"
-        )
+    for name, loss in _losses(wiring):
+        if loss.level == "sequence" and config.at_deadline == "mask" and config.max_staleness > 0:
+            raise ConfigError(
+                f'at_deadline = "mask" cuts tokens out of rollouts, and settings.{name} of {config.algorithm} works on '
+                f'whole sequences; use at_deadline = "wait" or "drop", or max_staleness = 0, not {config.max_staleness}'
+            )
+        for group in loss.needs_groups:
+            if group not in wiring.roles:
+                raise ConfigError(
+                    f"settings.{name} needs a group {group!r} with these coefficients, and there is none; add "
+                    f"[groups.{group}] or change them"
+                )
 
 
-def _default_loss(kind: type[Algorithm]) -> Any:
-    for field in dataclasses.fields(cast(Any, kind)):
-        if field.name == "loss" and field.default_factory is not dataclasses.MISSING:
-            return field.default_factory()
-    return None
+def _losses(wiring: Wiring) -> Iterator[tuple[str, Loss]]:
+    """The algorithm's losses by field name, as configured or by default."""
+    for field in dataclasses.fields(cast(Any, wiring.algorithm)):
+        value: object = wiring.settings.get(field.name, field.default)
+        if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        if isinstance(value, Loss):
+            yield field.name, value

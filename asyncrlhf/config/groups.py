@@ -104,7 +104,7 @@ class TorchRollout(Compute, frozen=True, kw_only=True, tag_field="backend", tag=
     follows: Name = "policy"
     """Group whose published weights these engines take."""
     model: Name | None = None
-    """Directory with the shape and tokenizer; left out: the followed group's."""
+    """Directory with the model's shape; left out: the followed group's. The tokenizer is that of the trained model."""
     replicas: Positive = 1
     """Engines."""
     concurrency: Positive = 256

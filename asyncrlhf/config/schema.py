@@ -77,7 +77,8 @@ class Limits(Table, frozen=True, kw_only=True):
     min_answers: Positive | None = None
     """Answers that must survive for a rollout to train, at most answers_per_prompt; left out: all of them."""
     lease_timeout: Amount = 900.0
-    """Seconds from lease to ready after which a prompt is leased again; below stall_timeout; 0: never."""
+    """Seconds without a sign of life (a token, finished answers) after which a lease is lost and its prompt leased
+    again; below stall_timeout; 0: never."""
     stall_timeout: PositiveAmount = 1800.0
     """Seconds without any progress, or for one call to a trained model, after which the run ends as stalled."""
     logprob_gap: Amount = 0.1

@@ -163,30 +163,43 @@ def load_manifest(path: Path) -> Manifest:
     """Raises TornCheckpoint, and CheckpointError when it cannot be read at all or is of another format."""
     content = _read(path / MANIFEST)
     try:
-        manifest = msgspec.json.decode(content, type=Manifest)
+        found = msgspec.json.decode(content, type=_Format).format
+        if found != FORMAT:
+            raise CheckpointError(f"{path} has format {found}, and this version reads format {FORMAT}")
+        return msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
         raise TornCheckpoint(f"{path / MANIFEST} is torn: {error}") from error
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.format}, and this version reads format {FORMAT}")
-    return manifest
 
 
-def load_checkpoint(path: Path, experience: type[Experience]) -> tuple[Manifest, list[Experience]]:
-    """The manifest and the ready rollouts. Raises as `load_manifest` does."""
+def load_checkpoint(path: Path, experience: type[Experience]) -> tuple[Manifest, list[Experience], list[str]]:
+    """The manifest, the ready rollouts, and why some of those do not fit `experience` (the algorithm has changed):
+    their prompts are answered again. Raises as `load_manifest` does."""
     manifest = load_manifest(path)
     content = _read(path / PAYLOADS)
     try:
         raw = msgspec.msgpack.decode(content, type=list[msgspec.Raw])
-        payloads = [msgspec.msgpack.decode(item, type=experience) for item in raw]
     except msgspec.DecodeError as error:
         raise TornCheckpoint(f"{path / PAYLOADS} is torn: {error}") from error
-    if manifest.payload_count != len(payloads):
-        raise TornCheckpoint(f"{path} has {len(payloads)} payloads, and its manifest names {manifest.payload_count}")
+    if manifest.payload_count != len(raw):
+        raise TornCheckpoint(f"{path} has {len(raw)} payloads, and its manifest names {manifest.payload_count}")
+    payloads: list[Experience] = []
+    problems: list[str] = []
+    for item in raw:
+        try:
+            payloads.append(msgspec.msgpack.decode(item, type=experience))
+        except msgspec.ValidationError as error:
+            problems.append(f"a saved rollout does not fit {experience.__name__} and is left out: {error}")
+        except msgspec.DecodeError as error:
+            raise TornCheckpoint(f"{path / PAYLOADS} is torn: {error}") from error
     found = {str(file.relative_to(path)): file.stat().st_size for file in _files(path)}
     for name, size in manifest.files.items():
         if found.get(name) != size:
             raise TornCheckpoint(f"{path / name} has {found.get(name, 'no')} bytes, and its manifest names {size}")
-    return manifest, payloads
+    return manifest, payloads, problems
+
+
+class _Format(msgspec.Struct):
+    format: int
 
 
 def _files(directory: Path) -> list[Path]:

@@ -186,13 +186,13 @@ class RunDirectory:
         torn: list[str] = []
         for candidate in (path, *older):
             try:
-                manifest, payloads = load_checkpoint(candidate, experience)
+                manifest, payloads, misfits = load_checkpoint(candidate, experience)
             except TornCheckpoint as problem:
                 torn.append(str(problem))
                 continue
             self._require_fits(candidate, manifest)
-            warnings = tuple(f"{problem}; going on from {candidate.name} instead" for problem in torn)
-            return Resume(candidate, manifest, payloads, own, warnings)
+            warnings = [f"{problem}; going on from {candidate.name} instead" for problem in torn]
+            return Resume(candidate, manifest, payloads, own, (*warnings, *misfits[:3]))
         raise ConfigError(
             f'resume = "{self._config.resume}": no checkpoint can be read: {"; ".join(torn)}; put the file back, or '
             "use another run_dir"

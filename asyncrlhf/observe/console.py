@@ -85,6 +85,8 @@ class Console:
                 self._note("warnings", f"warning: {event.message}")
             case Settled(state="failed"):
                 self._note("failed leases", f"prompt {event.uid} failed: {event.error}")
+            case Settled(state="dropped(timeout)"):
+                self._note("leases that timed out", f"prompt {event.uid} timed out, attempt {event.attempt}")
             case Fenced():
                 self._note("fenced engines", f"engine {event.group}/{event.rank} is out of service: {event.reason}")
             case Restarted():

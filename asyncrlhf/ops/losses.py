@@ -39,6 +39,11 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """True: rows without an unmasked token are forwarded all the same."""
 
     @property
+    def needs_groups(self) -> tuple[str, ...]:
+        """Group fields that must be configured for these coefficients, for example ("reference",)."""
+        return ()
+
+    @property
     def clip_range(self) -> tuple[float, float] | None:
         """(low, high): the ratio to the anchor is followed only within 1 - low .. 1 + high; measured as
         clip_fraction. None: the loss does not clip."""

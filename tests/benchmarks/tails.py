@@ -46,8 +46,8 @@ micro_batch_tokens = 1024
 layout = "shared"
 [groups.policy.scratch]
 characters = "abcdefghijklmnopqrstuvwxyz>"
-config = {{ vocab_size = 128, hidden_size = 128, intermediate_size = 256, num_hidden_layers = 4, num_attention_heads = 4, \
-num_key_value_heads = 2, max_position_embeddings = 512, tie_word_embeddings = true }}
+config = {{ vocab_size = 128, hidden_size = 128, intermediate_size = 256, num_hidden_layers = 4, \
+num_attention_heads = 4, num_key_value_heads = 2, max_position_embeddings = 512, tie_word_embeddings = true }}
 [groups.policy.optimizer]
 learning_rate = 1e-4
 [groups.rollout]

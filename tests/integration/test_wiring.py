@@ -1,0 +1,41 @@
+"""Rules between an algorithm's fields and a configuration, whatever its fields are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrlhf.config.load import load
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.wiring import wire
+from tests.integration.tiny import grpo
+
+STALE = "train_steps = 2\nprompts_per_step = 2\nanswers_per_prompt = 2\nmax_staleness = 2\noff_policy = 'decoupled'\n"
+
+
+def wiring_of(directory: Path, algorithm: str, top: str = "") -> object:
+    path = directory / "config.toml"
+    path.write_text(grpo(algorithm=f"tests.integration.odd_algorithms:{algorithm}", top=STALE + top))
+    return wire(load(str(path)))
+
+
+def test_any_sequence_level_loss_refuses_mask(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="settings.second_loss .* whole sequences"):
+        wiring_of(tmp_path, "BySequence")
+    assert wiring_of(tmp_path, "BySequence", "at_deadline = 'wait'\n")
+
+
+def test_a_default_coefficient_needs_its_group_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"settings.loss needs a group 'reference'.*\[groups.reference\]"):
+        wiring_of(tmp_path, "Anchored")
+
+
+def test_an_algorithm_names_the_keys_it_requires(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(
+        "algorithm = 'algorithms.sft:SFT'\nrun_dir = 'run'\ntrain_steps = 1\nprompts_per_step = 1\n"
+        "[data]\nsource = 'asyncrlhf.data.tasks:reverse'\n[groups.policy]\nmodel = 'nowhere'\n"
+    )
+    with pytest.raises(ConfigError, match="data.response is missing; algorithms.sft:SFT needs it"):
+        wire(load(str(path)))
