@@ -66,9 +66,12 @@ class Coordinator:
     async def serve(self) -> None:
         """Runs restarts and evaluations until `close`."""
         async with asyncio.TaskGroup() as self._tasks:
-            await self._stop.wait()
-            for restart in self._restarts.values():
-                restart.cancel()
+            try:
+                await self._stop.wait()
+            finally:
+                self._tasks = None
+                for restart in self._restarts.values():
+                    restart.cancel()
 
     def stop(self) -> None:
         """The user wants an end: finish the train step under way, and wait for nothing else."""

@@ -12,9 +12,8 @@ __all__ = ("describe", "end_error")
 
 def describe(error: BaseException) -> str:
     """One line: type, message, and for an error that nobody raised on purpose the place it came from."""
-    if isinstance(error, AsyncRLHFError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
+    on_purpose = isinstance(error, AsyncRLHFError)
+    frames = [] if on_purpose else traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
 

@@ -164,6 +164,7 @@ def go(
         if resume is not None:
             inspector.resume(run)
         await run.main()
+        loop.run_watched = None
 
     def watch(run: Run[Any], event: Event) -> None:
         if inspect and found:

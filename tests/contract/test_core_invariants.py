@@ -67,7 +67,7 @@ def check_trained(run: Run[Any]) -> None:
 def test_calm_runs_end_and_every_invariant_holds(algorithm: type[Algorithm], scenario: Scenario) -> None:
     """Invariants 1-6, 8, 10-12, 14, without faults: then also every sampled token is on the books."""
     run = ends_well(algorithm, scenario)
-    if scenario.timing.latency < 1.0:  # the last aborts are answered before the group ends
+    if scenario.timing.latency < 1.0 and scenario.timing.pace < 2.0:  # the last aborts are answered in time
         sampled = sum(h.engine.token_count for h in run.runtime.handles if h.spec.group == "rollout")
         assert sampled == run.ledger.account().tokens.generated + run.groups["rollout"].evaluation_tokens
 
