@@ -216,6 +216,11 @@ def _rollout_group(
             raise ConfigError(f"groups.{name}.stop: {text!r} is {len(ids)} tokens for this model; it must be 1")
         stops += ids
     longest = table.max_sequence_tokens
+    if models.longest is not None and table.max_tokens >= models.longest:
+        raise ConfigError(
+            f"groups.{name}.max_tokens = {table.max_tokens} leaves no room for a prompt: the model's "
+            f"max_position_embeddings = {models.longest}; lower the first"
+        )
     if longest is None:
         prompt = config.data.max_prompt_tokens or DEFAULT_PROMPT_TOKENS
         longest = min(models.longest or prompt + table.max_tokens, prompt + table.max_tokens)

@@ -11,6 +11,7 @@ import inspect
 import math
 import numbers
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,14 +112,14 @@ def _guard(where: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except BaseException as error:  # in a thread of ours: neither Ctrl-C nor a cancellation arrives here
-        raise SampleError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise SampleError(f"{where} raised {_described(error)}") from error
 
 
 async def _guard_async(where: str, call: Callable[[], Any]) -> Any:
     try:
         return await call()
     except (Exception, SystemExit) as error:
-        raise SampleError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise SampleError(f"{where} raised {_described(error)}") from error
 
 
 def _number(where: str, reward: Any) -> float:
@@ -281,3 +282,10 @@ class _Threads:
             job = self._waiting.popleft()
             if not job.result.done():
                 job.result.set_exception(_Refused(reason))
+
+
+def _described(error: BaseException) -> str:
+    """Type, message, and the place in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -191,8 +191,6 @@ class Coordinator:
         try:
             if phase == "commit" and self._mode == "drain":
                 await follower.drained(replica)  # as long as its answers take; a lost one ends at its lease's time-out
-                if self._members.incarnation[replica.key] != incarnation:
-                    return
             async with asyncio.timeout(self._timeout):
                 if phase == "prepare":
                     await follower.prepare(replica, weights)

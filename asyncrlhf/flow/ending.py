@@ -12,9 +12,9 @@ __all__ = ("describe", "end_error")
 
 def describe(error: BaseException) -> str:
     """One line: type, message, and for an error that nobody raised on purpose the place it came from."""
-    on_purpose = isinstance(error, AsyncRLHFError)
-    frames = [] if on_purpose else traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    known = isinstance(error, AsyncRLHFError) or not frames
+    where = "" if known else f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})"
     return f"{type(error).__name__}: {error}{where}"
 
 

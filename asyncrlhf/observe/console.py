@@ -81,6 +81,8 @@ class Console:
 
     def _say(self, event: Event) -> None:
         match event:
+            case RunStarted(resumed_from=int(step)):
+                self._print(f"going on from train step {step}")
             case Warned():
                 self._note("warnings", f"warning: {event.message}")
             case Settled(state="failed"):

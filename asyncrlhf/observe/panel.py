@@ -98,7 +98,7 @@ def _lines(recent: Stretch, started: RunStarted | None, rewards: list[float], no
         ("step", f"{steps_done(recent, started)}  {_clock(now)} elapsed{_remaining(recent, started)}"),
         ("reward", f"{fixed(recent.number('reward/mean'), 3)}  {sparkline(rewards)}"),
         ("lag", f"{lag} mean, {short(recent.maximum('staleness/token_lag_max'))} max, bound {bound}"),
-        ("masked", f"{percent(recent.mean('staleness/masked_fraction'))} over age"),
+        ("over age", f"{percent(recent.mean('staleness/masked_fraction'))} of the tokens, masked"),
         ("speed", f"{steps} steps/s, {tokens} trained tokens/s"),
         ("generate", f"{_bar(generate)} {percent(generate, 0)}"),
         ("train", f"{_bar(train)} {percent(train, 0)}  waits {percent(waits, 0)}"),

@@ -62,7 +62,7 @@ class Stretch:
 
 
 def progress_line(stretch: Stretch, started: RunStarted | None) -> str:
-    """Example: "step 40/200  reward 0.61  lag 0.9/2  masked 1.2%  gen 83% train 91%  1.9 steps/s".
+    """Example: "step 40/200  reward 0.61  lag 0.9/2  over age 1.2%  gen 83% train 91%  1.9 steps/s".
 
     `lag` is the mean token lag of the trained tokens over the bound. Means are over the steps since the last line.
     """
@@ -71,7 +71,7 @@ def progress_line(stretch: Stretch, started: RunStarted | None) -> str:
         f"step {steps_done(stretch, started)}",
         learning(stretch, started),
         f"lag {fixed(stretch.mean('staleness/token_lag_mean'), 1)}/{'-' if bound is None else bound}",
-        f"masked {percent(stretch.mean('staleness/masked_fraction'))}",
+        f"over age {percent(stretch.mean('staleness/masked_fraction'))}",
         f"gen {percent(stretch.share('busy/generate'), 0)} train {percent(stretch.share('busy/train'), 0)}",
         f"{rate(stretch.steps_per_second())} steps/s",
     ]

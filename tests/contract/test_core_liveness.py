@@ -282,3 +282,5 @@ def test_L4_a_worker_may_cancel_its_own_sampling() -> None:
     filtered = settled(run, "filtered")
     assert 2 < len(filtered) < 38
     assert all(event.token_count for event in filtered)
+    sampled = sum(handle.engine.token_count for handle in run.runtime.handles if handle.spec.group == "rollout")
+    assert sampled == run.ledger.account().tokens.generated, "what was aborted is on the books, to the token"

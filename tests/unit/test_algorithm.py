@@ -127,6 +127,19 @@ async def test_a_late_put_is_refused_and_the_worker_goes_on() -> None:
     assert trained(scene) == 4
 
 
+@virtual
+async def test_a_second_put_of_a_lease_is_refused_and_the_worker_goes_on() -> None:
+    class Twice(Plain):
+        async def generate(self) -> None:
+            async for prompt in self.prompts:
+                await self.experience.put(experience(prompt))
+                await self.experience.put(experience(prompt))
+
+    scene = Scene(rows=5)
+    await run(plain(scene, kind=Twice))
+    assert trained(scene) == 5
+
+
 @pytest.mark.parametrize("error", [SampleError("no answer"), ValueError("bad row"), TypeError("None has no len()")])
 @virtual
 async def test_an_exception_costs_its_lease_and_the_worker_goes_on(error: Exception) -> None:
