@@ -163,8 +163,9 @@ def _ends_the_run(error: BaseException) -> bool:
 
 
 async def _run_alone(stage: Stage) -> asyncio.Task[None]:
-    """The stage's task, done. Cancelling the caller cancels and awaits it."""
-    task = asyncio.ensure_future(_service(stage))
+    """The stage's task, done; cancelling the caller cancels and awaits it. Not in a TaskGroup, which would take its
+    error for the run's."""
+    task = asyncio.create_task(_service(stage), name=f"{_name(stage)} of a worker")
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:

@@ -8,19 +8,20 @@ lock is held while anybody waits.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from itertools import takewhile
 from weakref import WeakSet
 
 from asyncrlhf.errors import LeaseLost, SampleError
+from asyncrlhf.flow.counting import reconcile
 from asyncrlhf.flow.ending import describe, end_error
 from asyncrlhf.flow.holding import Holder as Holder
 from asyncrlhf.flow.holding import Popped as Popped
 from asyncrlhf.flow.holding import PromptRows as PromptRows
 from asyncrlhf.flow.holding import byte_count
 from asyncrlhf.flow.ledger import Lease, Ledger
+from asyncrlhf.flow.silence import Silence
 from asyncrlhf.messages import Experience, Prompt
 from asyncrlhf.observe.events import Event, Granted, Settled
 
@@ -51,13 +52,11 @@ class Gate:
         self.whereabouts: Callable[[int, int], str] = lambda uid, attempt: ""
         """Where the answers of a lease (uid, attempt) are, in words; set by whoever sends them to engines."""
         self._rows, self._emit = rows, emit
-        self._lease_timeout, self._wait_timeout = lease_timeout, wait_timeout
+        self._wait_timeout = wait_timeout
         self._loop = asyncio.get_running_loop()
         self._holders: dict[int, Holder | None] = {}
         self._granted_at: dict[int, float] = {}  # of unfinished leases, oldest first
-        self._heard_of: dict[int, float] = {}  # the same leases, by their last sign of life
-        self._last_token_at = 0.0
-        self._expiry_timer: asyncio.TimerHandle | None = None
+        self._silence = Silence(self._loop, lease_timeout, self._expire)
         self._waiters: deque[asyncio.Future[Prompt | None]] = deque()
         self._trainer: asyncio.Future[Popped | None] | None = None
         self._trainer_since: float | None = None
@@ -103,12 +102,9 @@ class Gate:
             return "no lease is live"
         uid = min(self._granted_at, key=self._granted_at.__getitem__)
         lease = self.ledger.live[uid]
-        age = self._loop.time() - self._granted_at[uid]
-        where = self.whereabouts(uid, lease.attempt)
-        return (
-            f"the oldest lease is uid {uid} (attempt {lease.attempt}, {lease.state}{where and ' at '}{where}), "
-            f"granted {age:.1f} s ago"
-        )
+        age, where = self._loop.time() - self._granted_at[uid], self.whereabouts(uid, lease.attempt)
+        state = f"attempt {lease.attempt}, {lease.state}{where and ' at '}{where}"
+        return f"the oldest lease is uid {uid} ({state}), granted {age:.1f} s ago"
 
     # ---- workers -----------------------------------------------------------------------------------------------
     async def next_prompt(self, holder: Holder) -> Prompt | None:
@@ -173,32 +169,27 @@ class Gate:
     def report(self, uid: int, attempt: int, answer: int, version: int, token_count: int) -> None:
         """Model tokens of one answer; those of a lease that is gone count as dropped."""
         if self.ledger.report(uid, attempt, answer, version, token_count):
-            self._last_token_at = self._loop.time()
-            self._hear_of(uid)
+            self._silence.hear(uid, tokens=True)
             self._moved()
 
     def score(self, prompt: Prompt) -> None:
         """Generation is over."""
         if self.ledger.score(prompt.uid, prompt.attempt):
-            self._hear_of(prompt.uid)
+            self._silence.hear(prompt.uid)
             self._moved()
 
     def sample_more(self, prompt: Prompt) -> int:
-        """Answers are about to be sampled under this lease; gives the first number free for them.
-
-        Raises LeaseLost if it is no longer current."""
-        number = self.ledger.reopen(prompt.uid, prompt.attempt)
-        if number is None:
-            raise LeaseLost(f"the lease of uid {prompt.uid}, attempt {prompt.attempt}, is no longer live")
-        return number
+        """Answers are about to be sampled under this lease: the first number free for them. Raises LeaseLost."""
+        self.require_current(prompt)
+        return self.ledger.reopen(prompt.uid, prompt.attempt) or 0
 
     def ready(self, experience: Experience) -> None:
         """The one put of a lease. Sampled tokens that are not in it count as dropped.
 
         Raises LeaseLost if the lease is no longer current, ValueError for tokens that were never sampled."""
         prompt = experience.prompt
-        self.hand_over(prompt)
-        self._reconcile(experience)
+        self.require_current(prompt)
+        reconcile(self.ledger, experience)
         self.ledger.ready(prompt.uid, prompt.attempt, byte_count=byte_count(experience), trainable=experience.trainable)
         self.payloads[prompt.uid] = experience
         self._forget(prompt.uid)
@@ -309,7 +300,8 @@ class Gate:
             lease = self.ledger.grant()
             if lease is None:
                 return False
-            self._granted_at[lease.uid] = self._heard_of[lease.uid] = self._loop.time()
+            self._granted_at[lease.uid] = self._loop.time()
+            self._silence.begin(lease.uid)
             self._emit(Granted(uid=lease.uid, attempt=lease.attempt, version=lease.granted))
             prompt = self._rows.prompt(lease.uid, lease.attempt, lease.granted)
         except SampleError as error:
@@ -321,7 +313,6 @@ class Gate:
             self._failure = error
             return False
         self._holders[lease.uid] = None
-        self._arm_expiry()
         self._waiters.popleft().set_result(prompt)
         return True
 
@@ -377,57 +368,18 @@ class Gate:
     def _forget(self, uid: int) -> None:
         self._holders.pop(uid, None)
         self._granted_at.pop(uid, None)
-        self._heard_of.pop(uid, None)
-
-    def _hear_of(self, uid: int) -> None:
-        if self._heard_of.pop(uid, None) is not None:
-            self._heard_of[uid] = self._loop.time()
-
-    def _reconcile(self, experience: Experience) -> None:
-        """Make the ledger's count of the lease's tokens that of the experience."""
-        prompt = experience.prompt
-        lease = self.ledger.live[prompt.uid]
-        put: Counter[int] = Counter()
-        unreported = not lease.tokens  # sampled by something else than a rollout group
-        if lease.state == "scoring":
-            self.ledger.reopen(prompt.uid, prompt.attempt)
-        for number, sample in enumerate(experience.rollout.samples):
-            for segment in (s for s in sample.segments if s.source != "environment"):
-                put[segment.version] += segment.token_count
-                if unreported or segment.source == "data":
-                    self.ledger.report(prompt.uid, prompt.attempt, number, segment.version, segment.token_count)
-        unknown = {version: count for version, count in put.items() if count > lease.tokens.get(version, 0)}
-        if unknown:
-            version, count = next(iter(unknown.items()))
-            raise ValueError(
-                f"uid {prompt.uid}: the experience holds {count} tokens of version {version}, and its lease sampled "
-                f"{lease.tokens.get(version, 0)}; put the samples that rollout.sample(prompt) gave, or some of them"
-            )
-        self.ledger.discard(prompt.uid, prompt.attempt, {v: n - put[v] for v, n in lease.tokens.items() if n > put[v]})
+        self._silence.end(uid)
 
     def _wait_is_over(self) -> None:
         self._timed_out = True
         self._advance()
 
-    def _arm_expiry(self) -> None:
-        if self._expiry_timer is None and self._lease_timeout > 0 and self._heard_of:
-            oldest = next(iter(self._heard_of.values()))
-            self._expiry_timer = self._loop.call_at(oldest + self._lease_timeout, self._expire)
-
     def _expire(self) -> None:
-        """Lease again what nothing was heard of for too long. One without a token yet may be queueing for a decoding
-        slot: it is lost only if no other lease gets tokens either."""
-        self._expiry_timer = None
-        now, limit = self._loop.time(), self._lease_timeout
-        for uid in [uid for uid, _ in takewhile(lambda item: item[1] + limit <= now, self._heard_of.items())]:
-            lease = self.ledger.live[uid]
-            if not lease.tokens and self._last_token_at + limit > now:
-                del self._heard_of[uid]
-                self._heard_of[uid] = self._last_token_at
-            else:
-                self.ledger.drop(uid, lease.attempt, "timeout", counts=True, fruitless=True)
+        """Lease again what nothing was heard of for too long."""
+        live = self.ledger.live
+        for uid in self._silence.take_due(lambda uid: bool(live[uid].tokens)):
+            self.ledger.drop(uid, live[uid].attempt, "timeout", counts=True, fruitless=True)
         self._advance()
-        self._arm_expiry()
 
     def _end_error(self) -> Exception | None:
         return self._failure or end_error(self.ledger, self.last_error, self.last_failure)

@@ -46,6 +46,8 @@ class ReferenceGroup(Group):
         except AsyncRLHFError as error:
             for request in requests:
                 refuse(request, error)
+            if isinstance(error, GroupError):
+                raise  # whoever asked may be gone by now
             return
         start = 0
         for request, rollout in zip(requests, rollouts, strict=True):

@@ -122,7 +122,8 @@ class RolloutGroup(Group):
 
     async def _answers(self, prompt: Prompt, count: int, temperature: float, *, lease: bool) -> Rollout:
         reply: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        task = Task(prompt, lease, count, temperature, reply, self.log.elapsed())
+        first = self._leases.sample_more(prompt) if lease else 0
+        task = Task(prompt, lease, count, temperature, reply, self.log.elapsed(), first)
         await self._inbox.put(Request("sample", (task,), reply))
         try:
             return await reply

@@ -178,10 +178,11 @@ def _build_groups(run: Run[Any], algorithm: type[Algorithm], hints: Mapping[str,
         if issubclass(kind, TrainGroup):
             assert kind in (PolicyGroup, CriticGroup)
             options = msgspec.structs.replace(scenario.trainer, seed=scenario.seed + (kind is CriticGroup))
-            run.groups[item.name] = kind(item.name, log, runtime, spec(item.name, "trainer:FakeTrainer", options))
+            engine = spec(item.name, "trainer:FakeTrainer", options)
+            run.groups[item.name] = kind(item.name, log, runtime, engine, call_timeout=scenario.stall_timeout)
         elif kind is ReferenceGroup:
-            options = scenario.trainer
-            run.groups[item.name] = kind(item.name, log, runtime, spec(item.name, "trainer:FakeScorer", options))
+            engine = spec(item.name, "trainer:FakeScorer", scenario.trainer)
+            run.groups[item.name] = kind(item.name, log, runtime, engine, call_timeout=scenario.stall_timeout)
         elif kind is RewardGroup:
             run.groups[item.name] = kind(item.name, log, run.scorer)
         elif kind is RolloutGroup:

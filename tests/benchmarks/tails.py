@@ -54,7 +54,7 @@ learning_rate = 1e-4
 [groups.rollout]
 max_tokens = 256
 max_sequence_tokens = 272
-concurrency = 128
+concurrency = 256
 [groups.reward]
 function = "tests.benchmarks.tails:slow_reward"
 concurrency = 4096

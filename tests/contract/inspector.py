@@ -181,14 +181,15 @@ def go(
     return run
 
 
-def check_batches(run: Run[Any]) -> None:
-    """Invariants 2, 5, 6, 8 on what was handed to the trainer."""
+def check_batches(run: Run[Any], *, least: int | None = None, most: int | None = None) -> None:
+    """Invariants 2, 5, 6, 8 on what was handed to the trainer. `least`, `most`: answers of a rollout."""
     scenario = run.scenario
-    least = scenario.answers_per_prompt if scenario.min_answers is None else scenario.min_answers
+    most = scenario.answers_per_prompt if most is None else most
+    least = least or scenario.min_answers or scenario.answers_per_prompt
     for popped in run.popped:
         for experience in popped.experiences:
             samples = experience.rollout.samples
-            assert least <= len(samples) <= scenario.answers_per_prompt
+            assert least <= len(samples) <= most
             check_versions(run, experience, popped.batch.step)
         if not popped.batch.leases:
             continue

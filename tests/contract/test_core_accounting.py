@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from algorithms.grpo import GRPO
+import asyncrlhf as rl
+from algorithms.grpo import GRPO, GRPOExperience
 from asyncrlhf.observe import (
     Event,
     Granted,
@@ -149,6 +151,39 @@ def test_A10_a_full_queue_makes_the_producer_wait_and_loses_nothing() -> None:
     counts = run.ledger.account().counts
     assert most[0] == 4, "B D are ready while B train"
     assert counts["admitted"] == counts["consumed"] == 30
+
+
+@dataclass(kw_only=True)
+class Twice(GRPO):
+    """Asks for more answers when the first all earn the same, and trains on those that differ."""
+
+    async def generate(self) -> None:
+        async for prompt in self.prompts:
+            rollout = await self.rollout.sample(prompt)
+            rewards = await self.reward.score(rollout)
+            if len(set(rewards)) == 1 or prompt.uid % 2:
+                more = await self.rollout.sample(prompt)
+                rewards = (*rewards[:1], *await self.reward.score(more))
+                rollout = rl.Rollout(prompt=prompt, samples=(rollout.samples[0], *more.samples))
+            experience = GRPOExperience(
+                rollout=rollout, rewards=rewards, advantages=self.advantages(rewards), reference_logprobs=None
+            )
+            await self.experience.put(experience)
+
+
+def test_answers_asked_for_later_are_others_and_those_left_out_are_dropped() -> None:
+    run = go(Twice, Scenario(rows=20, max_staleness=2))
+    assert run.reason == "completed"
+    check_batches(run, least=2, most=3)
+    sizes = {len(e.rollout.samples) for p in run.popped for e in p.experiences}
+    assert sizes == {2, 3}
+    for experience in (e for p in run.popped for e in p.experiences):
+        answers = [sample.token_ids for sample in experience.rollout.samples]
+        assert len(set(answers)) == len(answers)
+    tokens = run.ledger.account().tokens
+    left_out = sum(6 for p in run.popped for e in p.experiences if len(e.rollout.samples) == 3)
+    assert tokens.dropped >= left_out > 0
+    assert sum(h.engine.token_count for h in run.runtime.handles if h.spec.group == "rollout") == tokens.generated
 
 
 def test_A11_depth_and_bound_are_separate_knobs() -> None:

@@ -172,7 +172,7 @@ def test_weights_that_fail_the_gate_end_the_run_and_are_not_published() -> None:
 @pytest.mark.parametrize("mode", ["in_flight", "drain"])
 def test_L3_publishing_with_every_rollout_ready_terminates(mode: Any) -> None:
     """The trainer is so slow that everything is ready whenever it publishes; nothing takes time in a second run."""
-    for verbs in ({"step": 1e5}, {}):
+    for verbs in ({"step": 1e3}, {}):
         scenario = with_values(TAILS, lookahead=3, publish_mode=mode, train_steps=10, timing=Timing(verbs=verbs))
         ready: list[int] = []
 

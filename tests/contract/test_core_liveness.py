@@ -138,11 +138,15 @@ def test_L4_moving_weights_cancels_nothing() -> None:
     assert all(event.attempt == 1 for event in run.events_of(Granted))
 
 
-def test_L5_an_error_of_an_engine_reaches_the_trainer_that_waits() -> None:
-    fault = Fault(group="reference", at=10.0, kind="die", verb="logprobs")
+@pytest.mark.parametrize(("group", "verb"), [("reference", "logprobs"), ("policy", "step"), ("policy", "export")])
+@pytest.mark.parametrize("kind", ["die", "mute", "hang"])
+def test_L5_an_error_of_an_engine_reaches_the_trainer(group: str, verb: str, kind: Any) -> None:
+    """An engine that hangs is an error too, once its time is over."""
+    fault = Fault(group=group, at=10.0, kind=kind, verb=verb)
     run = simulate(GRPO, Scenario(rows=30, max_staleness=1, optional=("reference",), faults=[fault]))
     assert run.reason == "GroupError"
-    assert "group 'reference', rank 0" in str(run.error)
+    assert f"group '{group}'" in str(run.error)
+    assert ("limits.stall_timeout = 1800 s" in str(run.error)) is (kind == "hang")
 
 
 def test_L5_what_a_callback_raises_ends_the_run() -> None:
@@ -219,6 +223,16 @@ def test_L7_an_engine_that_comes_back_while_weights_move_on_gets_the_newest() ->
     assert run.reason == "completed"
     assert len(settled(run, "consumed")) + len(settled(run, "dropped(void)")) == 100
     assert len(run.events_of(Restarted)) == 1
+
+
+def test_L9_a_publish_that_no_engine_is_left_for_stalls_by_name() -> None:
+    """The only engine dies within the publish, and the one in its place takes too long to come."""
+    timing = Timing(verbs={"step": 5.0, "spawn": 5000.0})
+    faults = [Fault(at=10.0, verb="commit")]
+    run = simulate(GRPO, Scenario(rows=20, replicas=1, stall_timeout=1000.0, timing=timing, faults=faults))
+    assert run.reason == "Stalled"
+    assert "nothing has moved for 1000 s" in str(run.error)
+    assert run.events_of(Fenced)
 
 
 def test_L8_a_run_ends_with_an_evaluation_in_flight() -> None:

@@ -1,4 +1,4 @@
-"""The gate: who gets a lease and when, what becomes of it, and whose lease was lost."""
+"""The gate: who gets a lease and when, how it ends, and what the trainer gets."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from asyncrlhf.errors import DataError, LeaseLost, WrongItem
 from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.gate import Holder, Popped
-from asyncrlhf.flow.prompts import PromptSource, StageQueue
-from asyncrlhf.messages import Experience, Prompt, Rollout
+from asyncrlhf.flow.prompts import PromptSource
+from asyncrlhf.messages import Experience, Prompt
 from asyncrlhf.testing import FakeRows
 from tests.unit.virtual import Scene, experience, settle, virtual
 
@@ -212,152 +212,34 @@ async def test_tokens_that_no_engine_reported_are_counted_at_the_put_but_those_o
     assert scene.ledger.account().tokens.generated == 7
 
 
-# ---- lost leases
-
-
 @virtual
-async def test_L1_a_lease_that_takes_too_long_is_dropped_named_and_leased_again() -> None:
-    scene = Scene(B=1, lease_timeout=30.0, max_attempts=2)
+async def test_an_experience_with_tokens_that_nobody_sampled_costs_its_lease() -> None:
+    scene = Scene()
     scene.gate.publish(0)
-    attempts: list[tuple[int, float]] = []
-
-    async def work() -> None:
-        _, prompt = await leased(scene)
-        attempts.append((prompt.attempt, now()))
-        await asyncio.Event().wait()
-
-    for _ in range(3):
-        task = asyncio.ensure_future(work())
-        await asyncio.wait([task])
-        assert task.cancelled()
-        assert scene.gate.was_lost(task)
-        assert not scene.gate.was_lost(task), "asking forgets it"
-    assert attempts == [(1, 0.0), (2, 30.0), (1, 60.0)]
-    states = scene.kinds()
-    assert states[:4] == [("Granted", 0, 1), ("dropped(timeout)", 0, 1), ("Granted", 0, 2), ("dropped(timeout)", 0, 2)]
-    assert states[4] == ("Granted", 1, 1), "two attempts were lost, as max_attempts allows"
-    assert 0 in scene.rows.released
-
-
-@virtual
-async def test_time_outs_count_from_each_lease_and_spare_what_is_ready() -> None:
-    scene = Scene(B=3, lease_timeout=30.0)
-    scene.gate.publish(0)
-    _, ready = await leased(scene)
-    await asyncio.sleep(10)
-    holder, late = await leased(scene)
-    holder.task = None
-    scene.gate.ready(experience(ready))
-    await asyncio.sleep(29)
-    assert scene.gate.is_current(late)
-    await asyncio.sleep(2)
-    assert not scene.gate.is_current(late)
-    assert scene.kinds("dropped(timeout)") == [("dropped(timeout)", late.uid, 1)]
-    assert scene.ledger.account().counts["ready"] == 1
-
-
-@virtual
-async def test_a_prompt_that_is_lost_and_granted_at_once_has_one_owner() -> None:
-    """The worker that lost it is cancelled, the one that has it is not, and its lease is really its own."""
-    scene = Scene(B=1)
-    scene.gate.publish(0)
-    owner: list[asyncio.Task[Any]] = []
-
-    async def work() -> None:
-        async for _ in PromptSource(scene.gate):
-            await asyncio.Event().wait()
-
-    first, second = asyncio.ensure_future(work()), asyncio.ensure_future(work())
-    await settle()
-    scene.gate.drop(0, 1, "fenced")
-    await settle()
-    assert first.cancelled()
-    assert not second.done()
-    assert scene.kinds() == [("Granted", 0, 1), ("dropped(fenced)", 0, 1), ("Granted", 0, 2)]
-    assert "uid 0 (attempt 2, running), granted 0.0 s ago" in scene.gate.oldest()
-    owner.append(second)
-    assert scene.gate.fail(second, ValueError("x"))
-    assert scene.kinds("failed") == [("failed", 0, 2)]
-    second.cancel()
-
-
-@virtual
-async def test_a_prompt_that_is_lost_on_its_way_never_arrives() -> None:
-    """Dropped in the instant between the grant and the worker's waking up: the worker gets the next one."""
-    scene = Scene(B=1)
-    holder, waiting = asks(scene)
-    await settle()
-    scene.gate.publish(0)
-    scene.gate.drop(0, 1, "late")
-    other, also_waiting = asks(scene)
-    prompts = [await asyncio.wait_for(task, 5) for task in (waiting,)]
-    assert [(p.uid, p.attempt) for p in prompts if p] == [(0, 2)]
-    assert holder.prompt == prompts[0]
-    assert scene.ledger.account().counts["running"] == 1
-    also_waiting.cancel()
-    assert other.prompt is None
-
-
-@virtual
-async def test_a_worker_cancelled_on_its_way_gives_the_lease_back() -> None:
-    scene = Scene(B=1)
-    _, first = asks(scene)
-    await settle()
-    scene.gate.publish(0)
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
     _, prompt = await leased(scene)
-    assert (prompt.uid, prompt.attempt) == (0, 2)
-    assert scene.kinds("dropped(restart)") == [("dropped(restart)", 0, 1)]
-
-
-@virtual
-async def test_what_waits_in_a_stage_queue_is_nobodys_and_lost_items_are_left_out() -> None:
-    scene = Scene(B=3)
-    scene.gate.publish(0)
-    queue: StageQueue[Rollout] = StageQueue(3, Rollout, scene.gate, name="answered")
-    for _ in range(3):
-        _, prompt = await leased(scene)
-        await queue.put(experience(prompt).rollout)
-    scene.gate.drop(1, 1, "timeout")
+    scene.gate.report(0, 1, 0, 0, 3)
+    scene.gate.score(prompt)
+    with pytest.raises(ValueError, match="holds 4 tokens of version 0, and its lease sampled 3") as caught:
+        scene.gate.ready(experience(prompt))
     task = asyncio.current_task()
     assert task is not None
-    assert task.cancelling() == 0, "the lease had been handed over"
-    items = aiter(queue)
-    assert [(await anext(items)).prompt.uid for _ in range(2)] == [0, 2]
-    assert scene.kinds("filtered") == [("filtered", 0, 1)]
+    assert scene.gate.fail(task, caught.value), "the worker still holds it"
+    assert scene.kinds("failed") == [("failed", 0, 1)]
+    scene.ledger.check()
 
 
 @virtual
-async def test_a_worker_that_waits_for_room_in_a_stage_queue_still_holds_its_lease() -> None:
-    scene = Scene(B=2)
+async def test_sampled_tokens_that_are_not_put_are_dropped() -> None:
+    scene = Scene()
     scene.gate.publish(0)
-    queue: StageQueue[Rollout] = StageQueue(1, Rollout, scene.gate)
-
-    async def work() -> None:
-        _, prompt = await leased(scene)
-        await queue.put(experience(prompt).rollout)
-
-    await asyncio.ensure_future(work())
-    blocked = asyncio.ensure_future(work())
-    await settle()
-    scene.gate.drop(1, 1, "timeout")
-    await settle()
-    assert blocked.cancelled()
-    assert queue.statistics().items == 1
-
-
-@virtual
-async def test_a_put_into_a_stage_queue_under_a_lost_lease_is_refused() -> None:
-    scene = Scene(B=1)
-    scene.gate.publish(0)
-    queue: StageQueue[Rollout] = StageQueue(1, Rollout, scene.gate)
-    holder, prompt = await leased(scene)
-    holder.task = None
-    scene.gate.drop(0, 1, "timeout")
-    with pytest.raises(LeaseLost):
-        await queue.put(experience(prompt).rollout)
-    assert queue.statistics().items == 0
+    _, prompt = await leased(scene)
+    scene.gate.report(0, 1, 0, 0, 4)
+    scene.gate.report(0, 1, 1, 0, 6)
+    scene.gate.score(prompt)
+    scene.gate.ready(experience(prompt))
+    tokens = scene.ledger.account().tokens
+    assert (tokens.generated, tokens.dropped, tokens.open) == (10, 6, 4)
+    scene.ledger.check()
 
 
 # ---- the trainer
@@ -462,58 +344,3 @@ async def test_A9_what_is_left_over_at_a_publish_stays_and_the_rest_is_refilled(
     assert sum(task.done() for task in tasks) == 122
     for task in tasks:
         task.cancel()
-
-
-# ---- watching over it
-
-
-@virtual
-async def test_leases_that_end_without_a_result_are_no_progress() -> None:
-    scene = Scene(B=2, lease_timeout=10.0)
-    scene.gate.publish(0)
-    moved = scene.gate.last_moved
-    holder, _ = await leased(scene)
-    holder.task = None
-    await asyncio.sleep(5)
-    holder, prompt = await leased(scene)
-    holder.task = None
-    await asyncio.sleep(20)
-    assert scene.kinds("dropped(timeout)")
-    assert scene.gate.last_moved == moved
-    scene.gate.report(prompt.uid, prompt.attempt, 0, 0, 3)
-    assert scene.gate.last_moved == moved, "a late report is none either"
-    _, again = await leased(scene)
-    scene.gate.report(again.uid, again.attempt, 0, 0, 3)
-    assert scene.gate.last_moved == now()
-
-
-@virtual
-async def test_the_oldest_lease_is_named_with_its_age_and_place() -> None:
-    scene = Scene(B=2)
-    scene.gate.publish(0)
-    assert scene.gate.oldest() == "no lease is live"
-    _, first = await leased(scene)
-    await asyncio.sleep(12)
-    await leased(scene)
-    scene.gate.whereabouts = lambda uid, attempt: f"engine {uid}.{attempt}"
-    assert scene.gate.oldest() == ("the oldest lease is uid 0 (attempt 1, running at engine 0.1), granted 12.0 s ago")
-    scene.gate.score(first)
-    assert "scoring" in scene.gate.oldest()
-    scene.gate.ready(experience(first))
-    assert "uid 1" in scene.gate.oldest()
-
-
-@virtual
-async def test_the_trainer_waits_for_batches_and_for_engines() -> None:
-    scene = Scene(B=1)
-    assert scene.gate.trainer_waits_since is None
-    await asyncio.sleep(3)
-    trainer = asyncio.ensure_future(scene.gate.pop())
-    await settle()
-    assert scene.gate.trainer_waits_since == 3.0
-    scene.gate.stop()
-    await trainer
-    assert scene.gate.trainer_waits_since is None
-    with scene.gate.trainer_waits():
-        assert scene.gate.trainer_waits_since == 3.0
-    assert scene.gate.trainer_waits_since is None

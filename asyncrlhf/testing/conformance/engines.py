@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrlhf.abc import Engine
 from asyncrlhf.errors import SampleError
-from asyncrlhf.messages import EngineEvent, Finished, GenerateRequest, Message, Progress, WeightHandle
+from asyncrlhf.messages import EngineEvent, GenerateRequest, Message, Progress, WeightHandle
 from asyncrlhf.testing.sampler import FakeSampler, FakeSamplerOptions
 
 __all__ = ("LATCH", "Plain", "PlainOptions", "Ticking", "TickingOptions")
@@ -86,6 +86,3 @@ class Ticking(FakeSampler):
 
     def prepare(self, weights: WeightHandle) -> None:
         self._prepared = weights
-
-    def finished(self, events: Sequence[EngineEvent]) -> list[str]:
-        return [event.request_id for event in events if isinstance(event, Finished)]
