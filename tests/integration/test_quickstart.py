@@ -23,7 +23,7 @@ def test_quickstart_learns_with_bounded_staleness(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     summary = json.loads((tmp_path / "runs/quickstart/summary.json").read_text())
     assert summary["status"] == "completed"
-    assert summary["train_steps"] == 160
+    assert summary["train_steps"] == 200
     assert summary["reward"]["first"] < 0.5
     assert summary["reward"]["last"] >= 0.75
     assert summary["staleness"]["bound"] == 2
@@ -31,14 +31,14 @@ def test_quickstart_learns_with_bounded_staleness(tmp_path: Path) -> None:
     tokens = summary["tokens"]
     assert tokens["generated"] == tokens["trained"] + tokens["masked"] + tokens["dropped"] + tokens["open"]
     rows = [json.loads(line) for line in (tmp_path / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
-    assert [row["train_step"] for row in rows] == list(range(160))
+    assert [row["train_step"] for row in rows] == list(range(200))
     assert max(row["reward/mean"] for row in rows) >= 0.8
 
     again = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
     assert again.returncode == 0
-    assert "completed run of 160 train steps" in again.stdout
+    assert "completed run of 200 train steps" in again.stdout
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
