@@ -1,37 +1,43 @@
-"""From validated tables to engines and groups: models, tokenizer, engine specifications."""
+"""From validated tables to engines and groups: runtime, models, tokenizer, engine specifications."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from asyncrlhf.abc import EngineSpec, Runtime
-from asyncrlhf.backends.rules import RewardRunner
+from asyncrlhf.abc import EngineSpec, Place, Runtime
+from asyncrlhf.backends.rules import RuleOptions
 from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.config.convert import convert
-from asyncrlhf.config.groups import Rules, TorchRollout, TorchScore, TorchTrain
+from asyncrlhf.config.groups import Compute, Rules, TorchRollout, TorchScore, TorchTrain
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.checkpoint import flush_tree
+from asyncrlhf.control.rundir import LOGS
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.ledger import LedgerRules
 from asyncrlhf.groups import CriticGroup, Group, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.rollout import Sampling
-from asyncrlhf.messages import PerSample, Rollout
+from asyncrlhf.groups.scorers import RuleScorer
 from asyncrlhf.observe import EventLog
 from asyncrlhf.wiring import Wiring
 
-__all__ = ("Models", "RuleScorer", "build_groups", "ledger_rules", "reward_runners", "starters")
+__all__ = ("Models", "build_groups", "ledger_rules", "make_runtime", "places", "starters")
 
 TRAINER = "asyncrlhf.backends.torch.train:TorchTrainer"
 SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
 SCORER = "asyncrlhf.backends.torch.score:TorchScorer"
+RULES = "asyncrlhf.backends.rules:RuleEngine"
+SILENCE = 5.0
+"""Seconds that an engine of a reward function may be silent beyond the function's own time-out."""
 DEFAULT_PROMPT_TOKENS = 1024
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -47,6 +53,11 @@ class Models:
     stop_token_ids: tuple[int, ...]
     longest: int | None
     """Tokens a sequence may have, from the model's configuration."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer, without special tokens and without the token that stopped it."""
+        stopped = token_ids and token_ids[-1] in self.stop_token_ids
+        return self.tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=True)
 
     @classmethod
     def require(cls, wiring: Wiring, to_come: Sequence[Path] = ()) -> None:
@@ -101,31 +112,6 @@ class Models:
         )
 
 
-class RuleScorer:
-    """Scores rollouts with a reward function, on decoded text."""
-
-    def __init__(self, runner: RewardRunner, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
-        self._runner, self._tokenizer, self._stop = runner, tokenizer, frozenset(stop_token_ids)
-
-    async def score(self, rollout: Rollout) -> PerSample:
-        prompt = rollout.prompt
-        texts: list[str] = []
-        for sample in rollout.samples:
-            stopped = sample.token_ids and sample.token_ids[-1] in self._stop
-            tokens = sample.token_ids[:-1] if stopped else sample.token_ids
-            texts.append(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        return tuple(await self._runner.score(prompt.text, texts, prompt.ground_truth, prompt.columns, prompt.uid))
-
-
-def reward_runners(wiring: Wiring) -> dict[str, RewardRunner]:
-    """The reward functions by group. Raises ConfigError for one that cannot be imported or called."""
-    return {
-        name: RewardRunner(table.function, table.timeout, table.concurrency, table.threads, where=f"groups.{name}")
-        for name, table in wiring.tables.items()
-        if isinstance(table, Rules)
-    }
-
-
 def ledger_rules(config: Config) -> LedgerRules:
     """The staleness contract's knobs."""
     return LedgerRules(
@@ -145,19 +131,58 @@ def ledger_rules(config: Config) -> LedgerRules:
     )
 
 
+def make_runtime(config: Config, run_dir: Path) -> Runtime:
+    """The runtime that the configuration names; nothing is started yet."""
+    if config.runtime == "inproc":
+        from asyncrlhf.runtimes.inproc import InprocRuntime
+
+        return InprocRuntime()
+    from asyncrlhf.runtimes.local import LocalRuntime
+
+    return LocalRuntime(run_dir / LOGS)
+
+
+def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
+    """Every engine of every group, where it will live. In processes of their own, on CPUs, and if there are no more
+    of them than cores, engines with a model get a core each unless their tables say which."""
+    models = {name: table for name, table in wiring.tables.items() if isinstance(table, Compute)}
+    count = sum(getattr(table, "replicas", 1) * table.threads for table in models.values())
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    pinned = config.runtime == "local" and count <= len(cores) and not any(_on_gpu(t) for t in models.values())
+    free = [core for core in cores if core not in {table.core for table in models.values()}]
+    found: dict[str, tuple[Place, ...]] = {}
+    for name, role in wiring.roles.items():
+        table = models.get(name)
+        if table is None:
+            found[name] = (Place(group=name, rank=0, engine=RULES),)
+            continue
+        engine = {"rollout": SAMPLER, "reference": SCORER}.get(role, TRAINER)
+        found[name] = tuple(
+            Place(
+                group=name,
+                rank=rank,
+                engine=engine,
+                threads=table.threads,
+                core=table.core + rank
+                if table.core is not None
+                else free.pop(0)
+                if free and pinned and table.threads == 1
+                else None,
+            )
+            for rank in range(getattr(table, "replicas", 1))
+        )
+    return found
+
+
 def build_groups(
-    config: Config,
-    wiring: Wiring,
-    models: Models,
-    rewards: Mapping[str, RewardRunner],
-    runtime: Runtime,
-    gate: Gate,
-    log: EventLog,
+    config: Config, wiring: Wiring, models: Models, runtime: Runtime, gate: Gate, log: EventLog
 ) -> dict[str, Group]:
     """The groups by field name, not yet started. Raises ConfigError."""
     rollouts = [wiring.tables[name] for name in wiring.of_role("rollout")]
     sampled = next((table for table in rollouts if isinstance(table, TorchRollout)), None)
     temperature = sampled.temperature if sampled else 1.0
+    where = places(config, wiring)
+    patience = config.limits.stall_timeout
     groups: dict[str, Group] = {}
     for name, role in wiring.roles.items():
         table = wiring.tables[name]
@@ -173,41 +198,56 @@ def build_groups(
                 max_response_tokens=sampled.max_tokens if sampled else 0,
                 off_policy=config.off_policy,
                 off_policy_cap=config.off_policy_cap,
+                transport=runtime.transport,
             )
-            spec = EngineSpec(
-                group=name, rank=0, engine=TRAINER, options=options, threads=table.threads, core=table.core
-            )
-            proximal = role == "policy" and config.off_policy != "none"
             groups[name] = kind(
                 name,
                 log,
                 runtime,
-                spec,
-                needs_proximal=proximal,
+                _spec(where[name][0], options),
+                needs_proximal=role == "policy" and config.off_policy != "none",
                 gap_alarm=config.limits.logprob_gap,
-                call_timeout=config.limits.stall_timeout,
+                call_timeout=patience,
             )
         elif isinstance(table, TorchRollout):
-            groups[name] = _rollout_group(config, name, table, models, runtime, gate, log)
+            groups[name] = _rollout_group(config, name, table, where[name], models, runtime, gate, log)
         elif isinstance(table, TorchScore):
             options = _options(ScorerOptions, name, table, model=models.directories[name], temperature=temperature)
-            spec = EngineSpec(
-                group=name, rank=0, engine=SCORER, options=options, threads=table.threads, core=table.core
+            frozen = FrozenEngine(
+                log, runtime, _spec(where[name][0], options), call_timeout=patience, max_restarts=table.max_restarts
             )
-            groups[name] = ReferenceGroup(name, log, runtime, spec, call_timeout=config.limits.stall_timeout)
+            groups[name] = ReferenceGroup(name, log, frozen)
         elif isinstance(table, Rules):
-            scorer = RuleScorer(rewards[name], models.tokenizer, models.stop_token_ids)
-            groups[name] = RewardGroup(name, log, scorer)
+            options = _options(RuleOptions, name, table, where=f"groups.{name}")
+            frozen = FrozenEngine(log, runtime, _spec(where[name][0], options), max_restarts=table.max_restarts)
+            groups[name] = RewardGroup(name, log, RuleScorer(frozen, models.decode, silence=table.timeout + SILENCE))
     return groups
+
+
+def _spec(place: Place, options: msgspec.Struct) -> EngineSpec:
+    return EngineSpec(**msgspec.structs.asdict(place), options=options)
+
+
+def _on_gpu(table: Compute) -> bool:
+    """Whether it may compute on a GPU: asking torch would load it."""
+    return table.device.startswith("cuda") or (table.device == "auto" and Path("/dev/nvidia0").exists())
 
 
 def starters(groups: dict[str, Group]) -> list[Callable[[], Any]]:
     """The `start` of every group that has engines."""
-    return [g.start for g in groups.values() if isinstance(g, TrainGroup | RolloutGroup | ReferenceGroup)]
+    kinds = TrainGroup | RolloutGroup | ReferenceGroup | RewardGroup
+    return [group.start for group in groups.values() if isinstance(group, kinds)]
 
 
 def _rollout_group(
-    config: Config, name: str, table: TorchRollout, models: Models, runtime: Runtime, gate: Gate, log: EventLog
+    config: Config,
+    name: str,
+    table: TorchRollout,
+    where: Sequence[Place],
+    models: Models,
+    runtime: Runtime,
+    gate: Gate,
+    log: EventLog,
 ) -> RolloutGroup:
     stops = [*models.stop_token_ids]
     for text in table.stop:
@@ -236,18 +276,9 @@ def _rollout_group(
         model=models.directories[name],
         slots=table.concurrency,
         max_sequence_tokens=longest,
+        transport=runtime.transport,
     )
-    specs = [
-        EngineSpec(
-            group=name,
-            rank=rank,
-            engine=SAMPLER,
-            options=options,
-            threads=table.threads,
-            core=None if table.core is None else table.core + rank,
-        )
-        for rank in range(table.replicas)
-    ]
+    specs = [_spec(place, options) for place in where]
     least = config.limits.min_answers
     sampling = Sampling(
         answers_per_prompt=config.answers_per_prompt,
@@ -267,6 +298,7 @@ def _rollout_group(
         follows=table.follows,
         kv=config.publish.kv,
         max_restarts=table.max_restarts,
+        reply_timeout=config.publish.timeout,
     )
 
 

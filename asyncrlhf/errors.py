@@ -9,6 +9,7 @@ AsyncRLHFError
   WrongItem            a queue was given an item of another type        (also a TypeError)
   CheckpointError      a checkpoint is missing, torn or does not fit    (also an OSError)
   GroupError           an engine of a group failed: group, rank, cause  (also a RuntimeError)
+    EngineLost         its process has ended: signal or exit code, last lines of its log
   RunEnded             the run ends before its train steps, by name
     Exhausted          too many prompts in a row gave nothing to train on
     Diverged           too many train steps in a row were not finite
@@ -27,6 +28,7 @@ __all__ = (
     "ConfigError",
     "DataError",
     "Diverged",
+    "EngineLost",
     "Exhausted",
     "GroupError",
     "LeaseLost",
@@ -74,6 +76,10 @@ class CheckpointError(AsyncRLHFError, OSError):
 
 class GroupError(AsyncRLHFError, RuntimeError):
     """An engine of a model group failed; the message names group and rank."""
+
+
+class EngineLost(GroupError):
+    """The process behind an engine has ended; a fresh one may do better."""
 
 
 class RunEnded(AsyncRLHFError):

@@ -2,6 +2,7 @@
 sees all.
 
 A signal stops the gate, so that the train step under way is finished and saved; a second one ends the process at once.
+When the process of a trained model is lost, so is what it held: the run goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -17,28 +18,38 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncrlhf.abc import Runtime
 from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm
-from asyncrlhf.build import Models, build_groups, ledger_rules, starters
+from asyncrlhf.build import Models, build_groups, ledger_rules, make_runtime, places, starters
 from asyncrlhf.config.derive import derive
 from asyncrlhf.config.groups import Compute
 from asyncrlhf.config.schema import Config, Data
 from asyncrlhf.control.checkpoint import FORMAT, Manifest, encode_payloads
 from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.control.evaluation import Evaluator
-from asyncrlhf.control.rundir import Resume
+from asyncrlhf.control.rundir import ITS_OWN_END, Resume
 from asyncrlhf.control.signals import StoppedEarly, StopSignals
 from asyncrlhf.data.prompts import PromptEncoder
 from asyncrlhf.data.source import Dataset
 from asyncrlhf.data.stream import PromptStream
-from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError, Exhausted, PublishRefused, SampleError
+from asyncrlhf.errors import (
+    AsyncRLHFError,
+    CheckpointError,
+    ConfigError,
+    EngineLost,
+    Exhausted,
+    GroupError,
+    PublishRefused,
+    SampleError,
+)
 from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.ledger import Ledger
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
 from asyncrlhf.groups import RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import Prompt, pack, unpack
 from asyncrlhf.observe import Checkpointed, GroupShape, Observer, RunEnded, RunStarted, Warned
-from asyncrlhf.runtimes.inproc import InprocRuntime
 from asyncrlhf.stages import Stage, prepare
 
 __all__ = ("check", "run")
@@ -95,30 +106,47 @@ def _set_threads(stages: Iterable[Stage]) -> None:
 
 
 def _train(stage: Stage, signals: StopSignals) -> int:
-    resumed = stage.directory.resume(stage.wiring.experience_type)
-    anew = resumed is None or not resumed.own
-    models = Models.prepare(stage.config, stage.wiring, stage.directory.path, anew=anew)
-    runner: Callable[[Any], int] = asyncio.run
+    runner: Callable[[Any], int | None] = asyncio.run
     with contextlib.suppress(ImportError):
         import uvloop
 
         runner = uvloop.run
-    return runner(Session(stage, models, signals).run(resumed))
+    restarts = RestartBudget(limit=stage.config.limits.max_restarts)
+    while True:
+        resumed = stage.directory.resume(stage.wiring.experience_type)
+        anew = resumed is None or not resumed.own
+        runtime = make_runtime(stage.config, stage.directory.path)
+        try:
+            runtime.expect([place for group in places(stage.config, stage.wiring).values() for place in group])
+            models = Models.prepare(stage.config, stage.wiring, stage.directory.path, anew=anew)
+            code = runner(Session(stage, models, signals, runtime, restarts).run(resumed))
+        finally:
+            runtime.kill()
+        if code is not None:
+            return code
+        stage = prepare(stage.config)  # a data set is read once
 
 
 class Session:
     """One run: its parts, and how they start, save and end."""
 
-    def __init__(self, stage: Stage, models: Models, signals: StopSignals) -> None:
+    def __init__(
+        self, stage: Stage, models: Models, signals: StopSignals, runtime: Runtime, restarts: RestartBudget
+    ) -> None:
+        """`restarts`: how often the run may go on from a checkpoint when the process of a trained model is lost."""
         self.config, self.wiring, self.directory = stage.config, stage.wiring, stage.directory
         self.stage, self.models, self.signals = stage, models, signals
+        self.runtime, self.restarts = runtime, restarts
         self.origin = ""
         self.warnings: list[str] = []
         self.started = self.left_out = False
 
-    async def run(self, resumed: Resume | None) -> int:
-        """Build, train, save. Whatever ends it, summary.json says so and nothing is left running. Raises ConfigError,
-        DataError or CheckpointError before anything is written."""
+    async def run(self, resumed: Resume | None) -> int | None:
+        """Build, train, save; gives the exit code, or None when the run is to go on from its newest checkpoint.
+
+        Whatever ends it, summary.json says so and nothing is left running. Raises ConfigError, DataError or
+        CheckpointError before anything is written.
+        """
         loop, observe = asyncio.get_running_loop(), self.config.observe
         self.observer = Observer(
             self.directory.path,
@@ -133,9 +161,13 @@ class Session:
             except BaseException:
                 self.observer.close()
                 raise
-            return self._report(await self._run(resumed))
+            ended = await self._run(resumed)
+            if ended is None:
+                self.observer.close()
+                return None
+            return self._report(ended)
 
-    async def _run(self, resumed: Resume | None) -> RunEnded:
+    async def _run(self, resumed: Resume | None) -> RunEnded | None:
         try:
             self._begin(resumed)
             await self._start(resumed)
@@ -145,6 +177,8 @@ class Session:
             error = cause_of(problem)
             if not isinstance(error, AsyncRLHFError | OSError):
                 traceback.print_exception(error)
+            if isinstance(error, EngineLost) and await self._may_go_on(error):
+                return None
             await self._save_after(error)
             message = str(error)
             if isinstance(error, OSError) and not isinstance(error, AsyncRLHFError):
@@ -152,8 +186,6 @@ class Session:
             return self._ended("failed", type(error).__name__, message)
         finally:
             await self.runtime.close()
-            for runner in self.stage.rewards.values():
-                runner.close()
 
     # ---- building ------------------------------------------------------------------------------------------------
     def _prepare(self, resumed: Resume | None) -> None:
@@ -177,10 +209,7 @@ class Session:
         )
         payloads = [] if resumed is None else resumed.payloads
         self.gate.payloads.update({e.prompt.uid: e for e in payloads if e.prompt.uid in ledger.live})
-        self.runtime = InprocRuntime()
-        self.groups = build_groups(
-            config, wiring, self.models, self.stage.rewards, self.runtime, self.gate, observer.log
-        )
+        self.groups = build_groups(config, wiring, self.models, self.runtime, self.gate, observer.log)
         self.trained = {name: group for name, group in self.groups.items() if isinstance(group, TrainGroup)}
         self.coordinator = Coordinator(
             self.gate,
@@ -336,7 +365,7 @@ class Session:
         self._link()
         if reason == "completed":
             return self._ended("completed", "data", f"every prompt is used up after {version} train steps")
-        return self._ended("completed", reason or "train() returned", "")
+        return self._ended("completed", reason or ITS_OWN_END, "")
 
     # ---- saving and ending -----------------------------------------------------------------------------------------
     async def _save(self, *, groups: bool = True) -> None:
@@ -370,11 +399,25 @@ class Session:
         path = await checkpoints.save(manifest, payloads, savers, protect=self.directory.linked)
         self.observer.emit(Checkpointed(train_step=version, path=str(path), seconds=time.perf_counter() - started))
 
+    async def _may_go_on(self, error: EngineLost) -> bool:
+        """Waits as the restart policy says, and tells the user; False if the run has to fail."""
+        if not self.started or self.signals.received is not None or not self.directory.checkpoints.complete():
+            return False
+        delay = self.restarts.failed(time.monotonic())
+        if delay is None:
+            return False
+        newest, count = self.directory.checkpoints.complete()[-1], len(self.restarts.failures)
+        self.observer.emit(
+            Warned(message=f"{error}\ngoing on from {newest} (limits.max_restarts: {count} of {self.restarts.limit})")
+        )
+        await asyncio.sleep(delay)
+        return True
+
     async def _save_after(self, error: BaseException) -> None:
         """A run that fails between two train steps loses none of them, unless its weights or its disk are bad."""
-        bad = isinstance(error, PublishRefused | OSError) or self.gate.ledger.training is not None
+        bad = isinstance(error, PublishRefused | OSError | EngineLost) or self.gate.ledger.training is not None
         if self.started and not bad:
-            with contextlib.suppress(CheckpointError, TimeoutError):
+            with contextlib.suppress(CheckpointError, GroupError, TimeoutError):
                 async with asyncio.timeout(self.config.limits.stall_timeout):
                     await self._save()
 

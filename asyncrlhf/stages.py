@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from asyncrlhf.backends.rules import RewardRunner
-from asyncrlhf.build import Models, reward_runners
+from asyncrlhf.backends.rules import require_function
+from asyncrlhf.build import Models
+from asyncrlhf.config.groups import Rules
 from asyncrlhf.config.load import load, resolved
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.rundir import RunDirectory
@@ -27,7 +28,6 @@ class Stage(NamedTuple):
     directory: RunDirectory
     dataset: Dataset
     held_out: Dataset | None
-    rewards: Mapping[str, RewardRunner]
     after: tuple[Stage, ...]
     """Stages that have to be complete first."""
 
@@ -44,7 +44,9 @@ def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
     evaluation = config.evaluation
     dataset = open_dataset(config.data, config.seed)
     held_out = open_dataset(evaluation.rows(config.data), config.seed, "evaluation") if evaluation.every else None
-    rewards = reward_runners(wiring)
+    for name, table in wiring.tables.items():
+        if isinstance(table, Rules):
+            require_function(f"groups.{name}", table.function)
     after: list[Stage] = []
     for path in config.after:
         if path in chain:
@@ -52,7 +54,7 @@ def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
         after.append(prepare(load(path), (*chain, path)))
     text = resolved(config, wiring.tables)
     directory = RunDirectory(config, text, _fixed(config, wiring, dataset), dataset.count)
-    stage = Stage(config, wiring, text, directory, dataset, held_out, rewards, tuple(after))
+    stage = Stage(config, wiring, text, directory, dataset, held_out, tuple(after))
     own = directory.path.resolve()
     for other in stage.all_after():
         if other.directory.path.resolve() == own:

@@ -2,10 +2,12 @@
 
 from asyncrlhf.abc.engine import Engine as Engine
 from asyncrlhf.abc.engine import GenerateEngine as GenerateEngine
+from asyncrlhf.abc.engine import RewardEngine as RewardEngine
 from asyncrlhf.abc.engine import ScoreEngine as ScoreEngine
 from asyncrlhf.abc.engine import TrainEngine as TrainEngine
 from asyncrlhf.abc.runtime import EngineHandle as EngineHandle
 from asyncrlhf.abc.runtime import EngineSpec as EngineSpec
 from asyncrlhf.abc.runtime import OnEvents as OnEvents
+from asyncrlhf.abc.runtime import Place as Place
 from asyncrlhf.abc.runtime import Runtime as Runtime
 from asyncrlhf.abc.transfer import WeightTransfer as WeightTransfer

@@ -16,12 +16,14 @@ from asyncrlhf.messages import (
     EngineEvent,
     GenerateRequest,
     Packed,
+    PerSample,
+    ScoreRequest,
     StepResult,
     TrainBatch,
     WeightHandle,
 )
 
-__all__ = ("Engine", "GenerateEngine", "ScoreEngine", "TrainEngine")
+__all__ = ("Engine", "GenerateEngine", "RewardEngine", "ScoreEngine", "TrainEngine")
 
 
 class Engine:
@@ -42,6 +44,17 @@ class ScoreEngine(Engine, ABC):
     @abstractmethod
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
         """Log-prob of every response token at the run's temperature: one float32 array [response length] per row."""
+
+
+class RewardEngine(Engine, ABC):
+    """Scores texts. Its coroutines run side by side on an event loop of the engine's own, and may be cancelled."""
+
+    async def ping(self) -> None:
+        """A sign of life."""
+
+    @abstractmethod
+    async def score(self, request: ScoreRequest) -> PerSample:
+        """One finite reward per answer, in order. Raises SampleError, naming uid and answer."""
 
 
 class TrainEngine(ScoreEngine):

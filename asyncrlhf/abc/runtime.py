@@ -1,4 +1,4 @@
-"""The seam to where engines live: spawn one, call it, hear its events, end it. Threads now; processes and Ray later."""
+"""The seam to where engines live (threads, processes): spawn one, call it, hear its events, end it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ import msgspec
 
 from asyncrlhf.messages import EngineEvent, Message
 
-__all__ = ("EngineHandle", "EngineSpec", "OnEvents", "Runtime")
+__all__ = ("EngineHandle", "EngineSpec", "OnEvents", "Place", "Runtime")
 
 
-class EngineSpec(Message, frozen=True, kw_only=True):
-    """How to build one engine. Example: EngineSpec(group="rollout", rank=0, engine="asyncrlhf.backends.torch.sample:
-    TorchSampler", options=SamplerOptions(...))."""
+class Place(Message, frozen=True, kw_only=True):
+    """An engine that will be spawned: enough to start its process and to import its code."""
 
     group: str
     rank: int
     engine: str
     """Import path "module:Class" of an Engine."""
-    options: msgspec.Struct
     threads: int = 1
     """Compute threads of this engine."""
     core: int | None = None
     """Pin it to this core, if the operating system can."""
+
+
+class EngineSpec(Place, frozen=True, kw_only=True):
+    """How to build one engine. Example: EngineSpec(group="rollout", rank=0, engine="asyncrlhf.backends.torch.sample:
+    TorchSampler", options=SamplerOptions(...))."""
+
+    options: msgspec.Struct
+
+    @property
+    def place(self) -> Place:
+        """The same without its options."""
+        return Place(group=self.group, rank=self.rank, engine=self.engine, threads=self.threads, core=self.core)
 
 
 OnEvents = Callable[[Sequence[EngineEvent]], None]
@@ -43,12 +53,19 @@ class EngineHandle(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the engine; calls in flight raise GroupError. Never blocks on a hung engine."""
+        """End the engine; calls in flight raise GroupError. A hung engine is not waited for, or killed."""
         ...
 
 
 class Runtime(Protocol):
     """Where engines live."""
+
+    transport: str
+    """Import path of the WeightTransfer that moves weights between engines spawned here."""
+
+    def expect(self, places: Sequence[Place]) -> None:
+        """Engines that will be spawned: the runtime may start their processes meanwhile. Needs no event loop."""
+        ...
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
         """Build the engine and wait until it can be called. Raises GroupError with the original traceback."""
@@ -56,4 +73,8 @@ class Runtime(Protocol):
 
     async def close(self) -> None:
         """End every engine spawned here."""
+        ...
+
+    def kill(self) -> None:
+        """End whatever is left at once; needs no event loop."""
         ...

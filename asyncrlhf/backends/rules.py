@@ -18,22 +18,67 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from asyncrlhf.abc import RewardEngine
+from asyncrlhf.config.bounds import Positive, PositiveAmount, Table
 from asyncrlhf.config.load import import_named
 from asyncrlhf.errors import ConfigError, SampleError
+from asyncrlhf.messages import PerSample, ScoreRequest
 
-__all__ = ("RewardRunner",)
+__all__ = ("RewardRunner", "RuleEngine", "RuleOptions", "require_function")
 
 GIVEN = ("prompt", "response", "ground_truth")
 SPARE = 4
 """Stuck threads that are replaced, as a multiple of `threads`."""
 
 
+class RuleOptions(Table, frozen=True, kw_only=True):
+    """A reward function, and how it is called."""
+
+    function: str
+    """Import path "module:function"."""
+    timeout: PositiveAmount = 10.0
+    """Seconds per call, from the moment it runs."""
+    concurrency: Positive = 64
+    """Calls running at once."""
+    threads: Positive = 8
+    """Threads that run a function that is not async."""
+    where: str = "groups.reward"
+    """The table that errors name."""
+
+
+class RuleEngine(RewardEngine):
+    """A reward function in a thread or a process of its own."""
+
+    Options = RuleOptions
+
+    def __init__(self, options: RuleOptions) -> None:
+        """Raises ConfigError for a function that cannot be imported, or not be called."""
+        self._runner = RewardRunner(
+            options.function, options.timeout, options.concurrency, options.threads, where=options.where
+        )
+
+    async def score(self, request: ScoreRequest) -> PerSample:
+        rewards = await self._runner.score(
+            request.prompt, request.responses, request.ground_truth, request.columns, request.uid
+        )
+        return tuple(rewards)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def require_function(where: str, function: str) -> None:
+    """Raises ConfigError for a function that cannot be imported, or not be called with (prompt, response,
+    ground_truth)."""
+    _parameters(f'{where}.function = "{function}"', import_named(f"{where}.function", function))
+
+
 class RewardRunner:
     """Calls `function(prompt, response, ground_truth, **columns) -> float`, plain or async; lives on one event loop.
 
     Columns of the data row go by name: all of them to a function with `**columns`, else those that it names. What
-    cannot be interrupted: an async function that blocks the event loop, and a call that never gives up the interpreter
-    lock (some regular expressions); do such work in a process of its own.
+    cannot be interrupted here: an async function that blocks the event loop, and a call that never gives up the
+    interpreter lock (some regular expressions). A process that does so is ended from outside (groups/scorers.py).
     """
 
     def __init__(

@@ -68,7 +68,8 @@ class Compute(Table, frozen=True, kw_only=True):
     threads: Positive = 1
     """Compute threads on the CPU, per engine."""
     core: Count | None = None
-    """Pin the engine to this core, replica i to core + i; left out: the system decides."""
+    """Pin the engine to this core, replica i to core + i; left out: a core each where there are enough of them, else
+    the system decides."""
 
 
 class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
@@ -124,7 +125,7 @@ class TorchRollout(Compute, frozen=True, kw_only=True, tag_field="backend", tag=
     max_sequence_tokens: Positive | None = None
     """Prompt and answer together, at most; above max_tokens; left out: what the model allows."""
     max_restarts: Count = 3
-    """Restarts of a failed engine before the run fails; 0: none."""
+    """Restarts of a failed engine within an hour before the run fails; 0: none."""
 
     def __post_init__(self) -> None:
         for key, value, neutral in (("top_p", self.top_p, 1), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0)):
@@ -147,6 +148,8 @@ class TorchScore(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
     """Hugging Face directory; left out: the policy as the run starts."""
     micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
+    max_restarts: Count = 3
+    """Restarts of a lost engine in a row before the run fails; 0: none."""
 
 
 class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
@@ -160,6 +163,8 @@ class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
     """Calls running at once."""
     threads: Positive = 8
     """Threads that run a function that is not async."""
+    max_restarts: Count = 3
+    """Restarts of the function's process in a row, without a reward between them, before the run fails; 0: none."""
 
     def __post_init__(self) -> None:
         require_import_path("function", self.function, "asyncrlhf.data.tasks:exact_match")

@@ -47,7 +47,7 @@ __all__ = (
     "TorchTrain",
 )
 
-RUNTIMES = ("inproc",)
+RUNTIMES = ("local", "inproc")
 """Runtimes there are."""
 
 
@@ -81,6 +81,9 @@ class Limits(Table, frozen=True, kw_only=True):
     again; below stall_timeout; 0: never."""
     stall_timeout: PositiveAmount = 1800.0
     """Seconds without any progress, or for one call to a trained model, after which the run ends as stalled."""
+    max_restarts: Count = 3
+    """Times within an hour that the run goes on from its newest checkpoint when the process of a trained model is lost;
+    0: the run then fails."""
     logprob_gap: Amount = 0.1
     """Nats by which sampler and trainer may differ on a token of the same weights before a warning; 0: no warning."""
     wait_timeout: PositiveAmount = 60.0
@@ -163,7 +166,7 @@ class Publish(Table, frozen=True, kw_only=True):
     kv: Literal["rebuild", "keep"] = "rebuild"
     """What becomes of the KV cache of running answers: recomputed, or kept and their tokens flagged kv_mixed."""
     timeout: PositiveAmount = 300.0
-    """Seconds an engine has to take new weights before it is fenced."""
+    """Seconds an engine has to take new weights, to accept answers or to give them back, before it is fenced."""
 
 
 class Checkpoint(Table, frozen=True, kw_only=True):
@@ -193,8 +196,9 @@ class Config(Table, frozen=True, kw_only=True):
 
     algorithm: Name
     """Import path "module:Class" of an Algorithm."""
-    runtime: str = "inproc"
-    """Where engines live: "inproc", in threads of this process."""
+    runtime: str = "local"
+    """Where engines live: "local", each in a process of its own on this machine; "inproc", in threads of this process
+    (for tests and debugging)."""
     seed: Count = 0
     """Of the data order, the sampling and the initial weights."""
     train_steps: Positive | None = None

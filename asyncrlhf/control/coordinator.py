@@ -245,14 +245,15 @@ class Coordinator:
     async def _revive(self, follower: RolloutGroup, replica: Replica, reason: str) -> None:
         """Restart an engine until it takes the weights, and let it join. Raises GroupError after `max_restarts`."""
         while reason:
-            if replica.restarts >= follower.max_restarts:
+            delay = replica.budget.failed(self._elapsed())
+            if delay is None:
                 raise GroupError(
-                    f"{replica.key} failed {replica.restarts + 1} times, groups.{follower.name}.max_restarts = "
-                    f"{follower.max_restarts}; the last time: {reason}"
+                    f"{replica.key} failed {len(replica.budget.failures)} times, groups.{follower.name}.max_restarts = "
+                    f"{replica.budget.limit}; the last time: {reason}"
                 )
             incarnation = self._members.incarnation[replica.key]
             try:
-                await follower.restart(replica)
+                await follower.restart(replica, delay)
                 await self._catch_up(follower, replica)
                 reason = ""
             except GroupError as error:

@@ -27,7 +27,12 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.messages import Experience
 from asyncrlhf.observe.files import write_atomically
 
-__all__ = ("Resume", "RunDirectory")
+__all__ = ("ITS_OWN_END", "LOGS", "Resume", "RunDirectory")
+
+LOGS = "logs"
+"""Directory of what the engines' processes print."""
+ITS_OWN_END = "train() returned"
+"""The reason of a run that its algorithm has ended."""
 
 NOT_THE_RUN = ("directory", "observe", "resume", "run_dir")
 """Keys that do not change what a run computes."""
@@ -47,8 +52,8 @@ class Resume(NamedTuple):
 class RunDirectory:
     """The directory of one run. `resolved` is the configuration's TOML text, `fixed` what a resume may not change.
 
-    Besides the files of the run it holds `.lock`, `initial/<group>` (a model written from scratch) and `final` (a link
-    to the trained model of the checkpoint that the run ended with).
+    Besides the files of the run it holds `.lock`, `initial/<group>` (a model written from scratch), `logs` (what the
+    engines' processes print) and `final` (a link to the trained model of the checkpoint that the run ended with).
     """
 
     def __init__(self, config: Config, resolved: str, fixed: dict[str, Any], prompt_count: int | None) -> None:
@@ -70,7 +75,7 @@ class RunDirectory:
 
         Raises ConfigError if another process holds it, or if it cannot be written.
         """
-        there = {path: path.exists() for path in (self.path / ".lock", self.path / "initial")}
+        there = {self.path / name: (self.path / name).exists() for name in (".lock", "initial", LOGS)}
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -89,8 +94,9 @@ class RunDirectory:
                 yield
             finally:
                 if not self._begun:
-                    if not there[self.path / "initial"]:
-                        shutil.rmtree(self.path / "initial", ignore_errors=True)
+                    for name in ("initial", LOGS):
+                        if not there[self.path / name]:
+                            shutil.rmtree(self.path / name, ignore_errors=True)
                     if not there[self.path / ".lock"]:
                         (self.path / ".lock").unlink(missing_ok=True)
                     _remove_empty(made)
@@ -115,12 +121,16 @@ class RunDirectory:
         if resume != "auto" and manifest.origin != str(Path(resume).resolve()):
             return None
         self._require_fits(complete[-1], manifest)
-        steps, wanted, used_up = manifest.train_step, self._config.train_steps, summary.get("reason") != "train_steps"
-        if (wanted is None or wanted > steps) and not (used_up and self._data_is_used_up(manifest)):
+        steps, wanted, reason = manifest.train_step, self._config.train_steps, str(summary.get("reason"))
+        if reason == ITS_OWN_END:
+            if next(self._differences(), None) is not None:
+                return None
+        elif (wanted is None or wanted > steps) and not (reason != "train_steps" and self._data_is_used_up(manifest)):
             return None
+        way = {"train_steps": "raise train_steps", ITS_OWN_END: "change what its train() ends at in [settings]"}
         return (
-            f"{self.path} holds a completed run of {steps} train steps; its policy is {self.final}. To train on, raise "
-            f"{'data.epochs' if used_up else 'train_steps'}; to start anew, set another run_dir"
+            f"{self.path} holds a completed run of {steps} train steps; its policy is {self.final}. To train on, "
+            f"{way.get(reason, 'raise data.epochs')}; to start anew, set another run_dir"
         )
 
     def require_usable(self) -> None:

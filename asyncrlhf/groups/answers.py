@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from asyncrlhf.abc import EngineHandle, EngineSpec
+from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import GenerateRequest, Prompt, Rollout, Sample
 
 __all__ = ("Replica", "Sampling", "Task", "answer_seed")
@@ -46,9 +47,9 @@ class Replica:
 
     key: str
     spec: EngineSpec
+    budget: RestartBudget
     handle: EngineHandle | None = None
     incarnation: int = 0
-    restarts: int = 0
     serving: bool = False
     aborting: int = 0
     """Aborts that it has not answered yet."""

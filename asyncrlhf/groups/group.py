@@ -19,7 +19,7 @@ from asyncrlhf.messages.engines import Busy
 from asyncrlhf.observe.events import EngineBusy
 from asyncrlhf.observe.log import EventLog
 
-__all__ = ("Group", "Request", "answer", "refuse", "within")
+__all__ = ("Group", "Request", "answer", "emit_busy", "refuse", "within")
 
 T = TypeVar("T")
 
@@ -71,19 +71,24 @@ class Group(ABC):
 
     def emit_busy(self, rank: int, event: EngineEvent) -> bool:
         """Log an engine's compute time; True if the event was one."""
-        if not isinstance(event, Busy):
-            return False
-        self.emit(
-            EngineBusy(
-                group=self.name,
-                rank=rank,
-                start=self.log.elapsed(event.start),
-                end=self.log.elapsed(event.end),
-                work=event.work,
-                token_count=event.token_count,
-            )
+        return emit_busy(self.log, self.name, rank, event)
+
+
+def emit_busy(log: EventLog, group: str, rank: int, event: EngineEvent) -> bool:
+    """Log an engine's compute time; True if the event was one."""
+    if not isinstance(event, Busy):
+        return False
+    log.emit(
+        EngineBusy(
+            group=group,
+            rank=rank,
+            start=log.elapsed(event.start),
+            end=log.elapsed(event.end),
+            work=event.work,
+            token_count=event.token_count,
         )
-        return True
+    )
+    return True
 
 
 async def within(seconds: float | None, call: Awaitable[T], what: str) -> T:

@@ -6,43 +6,34 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, GroupError
-from asyncrlhf.groups.group import Group, Request, answer, refuse, within
-from asyncrlhf.messages import Array, ArrayColumn, EngineEvent, PerToken, Rollout, TrainBatch
+from asyncrlhf.groups.frozen import FrozenEngine
+from asyncrlhf.groups.group import Group, Request, answer, refuse
+from asyncrlhf.messages import Array, ArrayColumn, PerToken, Rollout, TrainBatch
 from asyncrlhf.observe.log import EventLog
 
-__all__ = ("ReferenceGroup",)
+__all__ = ("ReferenceGroup", "batch_of")
 
 
 class ReferenceGroup(Group):
     """A frozen policy."""
 
-    def __init__(
-        self, name: str, log: EventLog, runtime: Runtime, spec: EngineSpec, *, call_timeout: float | None = None
-    ) -> None:
-        """`call_timeout`: seconds an engine call may take before the group fails; None: for ever."""
+    def __init__(self, name: str, log: EventLog, engine: FrozenEngine) -> None:
         super().__init__(name, log)
-        self._call_timeout = call_timeout
-        self.spec = spec
-        self._runtime = runtime
-        self._engine: EngineHandle | None = None
+        self._engine = engine
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
-        self._engine = await self._runtime.spawn(self.spec, self._on_events)
+        await self._engine.start()
 
     async def logprobs(self, rollout: Rollout) -> PerToken:
         """Log-prob of every response token of every answer at the run's temperature."""
         return await self.ask("logprobs", rollout)
 
     async def handle(self, requests: list[Request]) -> None:
-        if self._engine is None:
-            raise GroupError(f"group {self.name!r} has not been started")
         rollouts: list[Rollout] = [request.arguments[0] for request in requests]
         try:
-            call = self._engine.call("logprobs", _batch(rollouts))
-            rows: Sequence[Array] = await within(self._call_timeout, call, f"group {self.name!r}: logprobs")
+            rows: Sequence[Array] = await self._engine.call("logprobs", batch_of(rollouts))
         except AsyncRLHFError as error:
             for request in requests:
                 refuse(request, error)
@@ -55,12 +46,9 @@ class ReferenceGroup(Group):
             answer(request, tuple(tuple(row.tolist()) for row in rows[start:end]))
             start = end
 
-    def _on_events(self, events: Sequence[EngineEvent]) -> None:
-        for event in events:
-            self.emit_busy(self.spec.rank, event)
 
-
-def _batch(rollouts: Sequence[Rollout]) -> TrainBatch:
+def batch_of(rollouts: Sequence[Rollout]) -> TrainBatch:
+    """The rows of some rollouts, to be read by a frozen model."""
     rows = [(g, r.prompt.token_ids, s.token_ids) for g, r in enumerate(rollouts) for s in r.samples]
     lengths = tuple(len(response) for _, _, response in rows)
     return TrainBatch(

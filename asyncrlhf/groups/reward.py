@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
 
 from asyncrlhf.errors import SampleError
 from asyncrlhf.groups.group import Group, Request, answer, refuse
+from asyncrlhf.groups.scorers import Scorer as Scorer
 from asyncrlhf.messages import PerSample, Rollout
 from asyncrlhf.observe.events import Scored
 from asyncrlhf.observe.log import EventLog
 
 __all__ = ("RewardGroup", "Scorer")
-
-
-class Scorer(Protocol):
-    """What scores the answers of one rollout, in their order. Raises SampleError naming uid and answer."""
-
-    async def score(self, rollout: Rollout) -> PerSample: ...
 
 
 class RewardGroup(Group):
@@ -26,6 +20,10 @@ class RewardGroup(Group):
     def __init__(self, name: str, log: EventLog, scorer: Scorer) -> None:
         super().__init__(name, log, inbox=65536)
         self._scorer = scorer
+
+    async def start(self) -> None:
+        """Start the scorer's engine, if it has one. Raises GroupError with the original traceback."""
+        await self._scorer.start()
 
     async def score(self, rollout: Rollout) -> PerSample:
         """One reward per answer. Raises SampleError for a reward that is missing, not a number, or too late."""

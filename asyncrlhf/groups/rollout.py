@@ -18,6 +18,7 @@ from asyncrlhf.groups.answers import Sampling as Sampling
 from asyncrlhf.groups.answers import Task
 from asyncrlhf.groups.answers import answer_seed as answer_seed
 from asyncrlhf.groups.group import Group, Request
+from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import (
     EngineEvent,
     Failed,
@@ -74,8 +75,7 @@ class RolloutGroup(Group):
         super().__init__(name, log)
         self.follows = follows
         self.sampling = sampling
-        self.max_restarts = max_restarts
-        self.replicas = [Replica(f"{name}/{spec.rank}", spec) for spec in specs]
+        self.replicas = [Replica(f"{name}/{spec.rank}", spec, RestartBudget(limit=max_restarts)) for spec in specs]
         self.on_failure: Callable[[Replica, str], None] = lambda replica, reason: None
         self.evaluation_tokens = 0
         self._runtime, self._leases, self._kv, self._reply_timeout = runtime, leases, kv, reply_timeout
@@ -173,12 +173,13 @@ class RolloutGroup(Group):
                 self._reported[request_id] = Counter()
                 self._dispatch([request])
 
-    async def restart(self, replica: Replica) -> None:
-        """A fresh engine in a fenced one's place; it serves once the coordinator has it joined. Raises GroupError."""
+    async def restart(self, replica: Replica, delay: float) -> None:
+        """A fresh engine in a fenced one's place, after `delay` seconds; it serves once the coordinator has it joined.
+        Raises GroupError."""
         old, replica.handle = replica.handle, None
-        replica.restarts += 1
         if old is not None:
             await old.close()
+        await asyncio.sleep(delay)
         await self.spawn(replica)
         self.emit(Restarted(group=self.name, rank=replica.spec.rank, incarnation=replica.incarnation))
 

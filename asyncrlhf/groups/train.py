@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, GroupError
-from asyncrlhf.groups.group import Group, Request, answer, refuse
+from asyncrlhf.groups.group import Group, Request, answer, refuse, within
 from asyncrlhf.messages import (
     Array,
     ArrayColumn,
@@ -115,14 +115,7 @@ class TrainGroup(Group):
         return result
 
     async def _call(self, verb: str, *arguments: object) -> Any:
-        try:
-            async with asyncio.timeout(self._call_timeout):
-                return await self.engine.call(verb, *arguments)
-        except TimeoutError:
-            raise GroupError(
-                f"group {self.name!r}: {verb} has not come back within limits.stall_timeout = {self._call_timeout:g} "
-                "s; its engine hangs, or the limit is too low for this model"
-            ) from None
+        return await within(self._call_timeout, self.engine.call(verb, *arguments), f"group {self.name!r}: {verb}")
 
     # ---- the actor ---------------------------------------------------------------------------------------------
     async def handle(self, requests: list[Request]) -> None:

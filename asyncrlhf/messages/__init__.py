@@ -11,6 +11,7 @@ from asyncrlhf.messages.engines import Finished as Finished
 from asyncrlhf.messages.engines import GenerateRequest as GenerateRequest
 from asyncrlhf.messages.engines import Progress as Progress
 from asyncrlhf.messages.engines import Rejected as Rejected
+from asyncrlhf.messages.engines import ScoreRequest as ScoreRequest
 from asyncrlhf.messages.engines import StepResult as StepResult
 from asyncrlhf.messages.engines import WeightHandle as WeightHandle
 from asyncrlhf.messages.samples import Experience as Experience

@@ -7,15 +7,16 @@ object store) brings its own Column, and the rows travel when an engine calls `f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ("Array", "ArrayColumn", "Column", "Level", "TrainBatch")
+__all__ = ("Array", "ArrayColumn", "Column", "Joined", "Level", "TrainBatch")
 
 Array = NDArray[np.generic]
 Level = Literal["sequence", "token", "sample"]
@@ -34,6 +35,21 @@ class Column(Protocol):
         ...
 
 
+class Joined:
+    """Many 1-D arrays of one type on their way to another process: they travel as one, and arrive as a list again."""
+
+    def __init__(self, rows: Sequence[Array]) -> None:
+        self._rows = rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _split, (np.concatenate(self._rows), [len(row) for row in self._rows])
+
+
+def _split(flat: Array, lengths: Sequence[int]) -> list[Array]:
+    ends = itertools.accumulate(lengths)
+    return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class ArrayColumn:
     """A column held in this process."""
@@ -41,11 +57,18 @@ class ArrayColumn:
     level: Level
     rows: tuple[Array, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self.level, Joined(self.rows) if self.rows else [])
+
     def take(self, rows: Sequence[int]) -> ArrayColumn:
         return ArrayColumn(self.level, tuple(self.rows[i] for i in rows))
 
     def fetch(self) -> Sequence[Array]:
         return self.rows
+
+
+def _arrived(level: Level, rows: Sequence[Array]) -> ArrayColumn:
+    return ArrayColumn(level, tuple(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ __all__ = (
     "GenerateRequest",
     "Progress",
     "Rejected",
+    "ScoreRequest",
     "StepResult",
     "WeightHandle",
 )
@@ -37,6 +38,17 @@ class GenerateRequest(Message, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     segments: tuple[Segment, ...] = ()
+
+
+class ScoreRequest(Message, frozen=True, kw_only=True):
+    """All answers to one prompt, as text, for a reward function."""
+
+    uid: int
+    prompt: str
+    responses: tuple[str, ...]
+    ground_truth: Any = None
+    columns: Mapping[str, Any] = {}
+    """The other columns of the data row."""
 
 
 class Progress(Message, frozen=True, kw_only=True, tag=True):

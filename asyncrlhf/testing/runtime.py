@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal
 
-from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, GenerateEngine, OnEvents
+from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, GenerateEngine, OnEvents, Place
 from asyncrlhf.errors import AsyncRLHFError, GroupError
 from asyncrlhf.messages import Busy, EngineEvent, Failed, Finished, import_object
+from asyncrlhf.runtimes.loop import RETURNS_EVENTS
 
 __all__ = ("FakeHandle", "FakeRuntime", "Fault", "Timing")
-
-RETURNS_EVENTS = ("add", "commit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +57,8 @@ class Timing:
 class FakeRuntime:
     """Spawns any Engine class. `zombies`: engines that were closed work on, and what they say still arrives."""
 
+    transport = "asyncrlhf.testing.trainer:FakeTransfer"
+
     def __init__(self, timing: Timing | None = None, faults: Sequence[Fault] = (), *, zombies: bool = False) -> None:
         self.timing = timing or Timing()
         self.zombies = zombies
@@ -69,6 +70,12 @@ class FakeRuntime:
         """Time that faults count from; None: not launched yet."""
         self._faults = sorted(faults, key=lambda fault: fault.at)
         self._random = Random(self.timing.seed)
+
+    def expect(self, places: Sequence[Place]) -> None:
+        """Nothing needs a head start."""
+
+    def kill(self) -> None:
+        """Timers end with their loop."""
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
         seconds = self.seconds("spawn")

@@ -71,6 +71,9 @@ class FakeReward:
         self._seconds, self._timeout = seconds, timeout
         self._failing, self._equal, self._hanging = failing, equal, hanging
 
+    async def start(self) -> None:
+        """It has no engine."""
+
     async def score(self, rollout: Rollout) -> PerSample:
         prompt = rollout.prompt
         draw = Random(f"{self._seed}/{prompt.uid}")

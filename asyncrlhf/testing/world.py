@@ -24,6 +24,7 @@ from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.ledger import Ledger
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
 from asyncrlhf.groups import CriticGroup, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.rollout import Sampling
 from asyncrlhf.messages import Experience, unpack
 from asyncrlhf.observe import EventLog, GroupShape, RunStarted
@@ -182,7 +183,8 @@ def _build_groups(run: Run[Any], algorithm: type[Algorithm], hints: Mapping[str,
             run.groups[item.name] = kind(item.name, log, runtime, engine, call_timeout=scenario.stall_timeout)
         elif kind is ReferenceGroup:
             engine = spec(item.name, "trainer:FakeScorer", scenario.trainer)
-            run.groups[item.name] = kind(item.name, log, runtime, engine, call_timeout=scenario.stall_timeout)
+            frozen = FrozenEngine(log, runtime, engine, call_timeout=scenario.stall_timeout)
+            run.groups[item.name] = kind(item.name, log, frozen)
         elif kind is RewardGroup:
             run.groups[item.name] = kind(item.name, log, run.scorer)
         elif kind is RolloutGroup:

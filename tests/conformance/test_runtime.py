@@ -12,6 +12,7 @@ import pytest
 from asyncrlhf.abc import EngineSpec
 from asyncrlhf.messages import Message
 from asyncrlhf.runtimes.inproc import InprocRuntime
+from asyncrlhf.runtimes.local import LocalRuntime
 from asyncrlhf.testing import FakeRuntime, Fault, Timing, run_virtual
 from asyncrlhf.testing.conformance import RUNTIME
 from asyncrlhf.testing.conformance.engines import LATCH, Plain, PlainOptions
@@ -30,6 +31,11 @@ def latch() -> Generator[None]:
 @checks
 def test_inproc(check: Any, tmp_path: Path) -> None:
     asyncio.run(check(InprocRuntime(grace=0.2), tmp_path))
+
+
+@checks
+def test_local(check: Any, tmp_path: Path) -> None:
+    asyncio.run(check(LocalRuntime(tmp_path / "logs", grace=2.0), tmp_path))
 
 
 @checks

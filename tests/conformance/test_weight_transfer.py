@@ -1,7 +1,8 @@
-"""The weight transport suite over the one within a process, for tensors, and the fake one, for lists of floats."""
+"""The weight transport suite over those within a process and between processes, for tensors, and the fake one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from asyncrlhf.testing import FakeTransfer
 from asyncrlhf.testing.conformance import WEIGHT_TRANSFER, TransferSubject
 from asyncrlhf.weights.inproc import InprocTransfer
+from asyncrlhf.weights.shared import SharedMemoryTransfer
 
 checks = pytest.mark.parametrize("check", WEIGHT_TRANSFER, ids=lambda check: check.__name__)
 
@@ -41,8 +43,9 @@ def overwrite(weights: dict[str, torch.Tensor]) -> None:
 
 
 @checks
-def test_inproc(check: Any) -> None:
-    check(TransferSubject(make=InprocTransfer, weights=tensors, change=overwrite, equal=same_bytes))
+@pytest.mark.parametrize("transfer", [InprocTransfer, SharedMemoryTransfer])
+def test_torch(check: Any, transfer: Callable[[], Any]) -> None:
+    check(TransferSubject(make=transfer, weights=tensors, change=overwrite, equal=same_bytes))
 
 
 @checks

@@ -19,6 +19,7 @@ train_steps = 6
 prompts_per_step = 4
 answers_per_prompt = 2
 run_dir = "run"
+runtime = "inproc"
 max_staleness = 2
 off_policy = "decoupled"
 

@@ -25,6 +25,7 @@ def grpo(
     return f"""
 algorithm = "{algorithm}"
 run_dir = "run"
+runtime = "inproc"
 {top}
 [data]
 source = "asyncrlhf.data.tasks:reverse"

@@ -72,7 +72,7 @@ def refused_table(table: dict[str, Any], role: str) -> str:
 def test_defaults_are_synchronous(read: Load) -> None:
     config = read()
     assert (config.max_staleness, config.lookahead, config.off_policy) == (0, 0, "none")
-    assert (config.runtime, config.resume, config.order, config.at_deadline) == ("inproc", "auto", "ready", "mask")
+    assert (config.runtime, config.resume, config.order, config.at_deadline) == ("local", "auto", "ready", "mask")
     assert config.limits == schema.Limits()
     assert config.groups["rollout"] == {"max_tokens": 8}
 
@@ -120,8 +120,7 @@ def test_lookahead_defaults_to_half_the_bound(read: Load, bound: int, ahead: int
         (["algorithm=grpo"], 'algorithm = "grpo" is not an import path; write it as "module:name"'),
         (["data.source=tasks"], 'data.source = "tasks" is not an import path'),
         # rules between keys
-        (["runtime=ray"], 'runtime = "ray" is not there yet; use "inproc"'),
-        (["runtime=local"], 'runtime = "local" is not there yet; use "inproc"'),
+        (["runtime=ray"], 'runtime = "ray" is not there yet; use "local", "inproc"'),
         ([*STALE, "lookahead=5"], "lookahead = 5 is above max_staleness = 4"),
         (["order=admission", "at_deadline=wait"], 'at_deadline = "wait" has nothing to do'),
         (["order=admission", "at_deadline=drop"], 'at_deadline = "drop" has nothing to do'),

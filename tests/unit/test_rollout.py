@@ -216,7 +216,7 @@ async def test_what_a_fenced_incarnation_still_says_counts_for_nothing() -> None
         (request,) = old.added
         scene.group.fence(replica)
         assert scene.books.dropped == [(3, 1, "fenced")]
-        await scene.group.restart(replica)
+        await scene.group.restart(replica, 0.0)
         replica.serving = True
         assert old.closed
         old.say(progress(request, 5), finished(request), Failed(reason="too late to matter"))

@@ -1,0 +1,83 @@
+"""What scores the answers of a rollout: a reward function on their text, or a model on their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from asyncrlhf.errors import EngineLost, SampleError
+from asyncrlhf.groups.frozen import FrozenEngine
+from asyncrlhf.messages import PerSample, Rollout, ScoreRequest
+
+__all__ = ("RuleScorer", "Scorer")
+
+
+class Scorer(Protocol):
+    """Scores the answers of one rollout, in their order. Raises SampleError naming uid and answer."""
+
+    async def start(self) -> None: ...
+
+    async def score(self, rollout: Rollout) -> PerSample: ...
+
+
+class RuleScorer:
+    """Scores with a reward function, in an engine of its own.
+
+    A function that holds the interpreter (or a process that was killed) takes every call in flight down with it. Those
+    are asked again one at a time, so that only the prompt at fault fails.
+    """
+
+    def __init__(self, engine: FrozenEngine, decode: Callable[[Sequence[int]], str], *, silence: float) -> None:
+        """`decode`: response tokens to text. `silence`: seconds without a sign of life after which the engine is
+        started again; above the function's own time-out."""
+        self._engine, self._decode, self._silence = engine, decode, silence
+        self._suspects = asyncio.Lock()
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def score(self, rollout: Rollout) -> PerSample:
+        prompt = rollout.prompt
+        request = ScoreRequest(
+            uid=prompt.uid,
+            prompt=prompt.text,
+            responses=tuple(self._decode(sample.token_ids) for sample in rollout.samples),
+            ground_truth=prompt.ground_truth,
+            columns=prompt.columns,
+        )
+        try:
+            return await self._attempt(request)
+        except EngineLost:
+            async with self._suspects:
+                try:
+                    return await self._attempt(request)
+                except EngineLost as error:
+                    first = str(error).partition("\n")[0]
+                    raise SampleError(f"uid {prompt.uid}: its reward function took its process down: {first}") from None
+
+    async def _attempt(self, request: ScoreRequest) -> PerSample:
+        """Waits for the reward; meanwhile looks for signs of life."""
+        call = asyncio.ensure_future(self._engine.attempt("score", request))
+        try:
+            while not call.done():
+                await asyncio.wait([call], timeout=self._silence)
+                if not call.done():
+                    await self._look()
+            return call.result()
+        finally:
+            call.cancel()
+
+    async def _look(self) -> None:
+        incarnation = self._engine.incarnation
+        try:
+            async with asyncio.timeout(self._silence):
+                await self._engine.attempt("ping")
+        except TimeoutError:
+            if self._engine.incarnation == incarnation:
+                await self._engine.give_up_on(
+                    f"group {self._engine.spec.group!r}: no sign of life for {self._silence:g} s: a reward function "
+                    "holds the interpreter or blocks its event loop"
+                )
+        except EngineLost:
+            return

@@ -1,0 +1,144 @@
+"""The process of one engine: python -m asyncrlhf.runtimes.child SOCKET MODULE.
+
+It imports MODULE (slow: torch) while its parent still prepares, then waits for the engine's specification, builds it,
+and runs its EngineLoop. It ends when it is told to, when the engine breaks, or when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrlhf.abc import Engine, EngineSpec
+from asyncrlhf.errors import AsyncRLHFError, GroupError
+from asyncrlhf.messages import EngineEvent
+from asyncrlhf.runtimes.frames import LENGTH, Header, Kind, decode, encode, header_length, read_header
+from asyncrlhf.runtimes.loop import Call, Cancel, Commands, EngineLoop, build, described
+
+PR_SET_PDEATHSIG = 1
+
+
+class Channel:
+    """The socket to the parent: reads in one thread, writes from any."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._writing = threading.Lock()
+
+    def receive(self) -> tuple[Header, Any]:
+        """Waits for the next frame. Raises EOFError when the parent is gone."""
+        header = read_header(self._read(header_length(self._read(LENGTH))))
+        return header, decode([self._read(size) for size in header.sizes])
+
+    def send(self, kind: Kind, payload: Any = None, *, key: int = -1) -> None:
+        parts = encode(kind, payload, key=key)
+        with self._writing:
+            for part in parts:
+                self._socket.sendall(part)
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            got = self._socket.recv_into(view)
+            if not got:
+                raise EOFError
+            view = view[got:]
+        return data
+
+    # ---- as an Outbox ------------------------------------------------------------------------------------------
+    def result(self, key: Any, value: Any) -> None:
+        self.send("result", value, key=key)
+
+    def error(self, key: Any, error: AsyncRLHFError) -> None:
+        self.send("error", error, key=key)
+
+    def events(self, events: Sequence[EngineEvent]) -> None:
+        self.send("events", list(events))
+
+
+def main(descriptor: int, module: str) -> None:
+    _die_with_parent()
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    channel = Channel(socket.socket(fileno=descriptor))
+    commands: Commands = Commands()
+    header, (path, spec) = _wait_for_spec(channel, module)
+    del header
+    threading.Thread(target=_read, args=(channel, commands), name="reader", daemon=True).start()
+    sys.path[:] = path
+    engine: Engine | None = None
+    try:
+        engine = build(spec)
+        channel.send("ready")
+        EngineLoop(spec, engine, commands, channel).run()
+    except OSError as error:
+        if error.filename is not None or not isinstance(error, BrokenPipeError | ConnectionError):
+            _fail(channel, spec, error)
+    except BaseException as error:  # the boundary of the process: everything becomes a message
+        _fail(channel, spec, error)
+    finally:
+        try:
+            if engine is not None:
+                engine.close()
+        except Exception as error:  # nobody awaits it any more
+            print(f"{spec.group}/{spec.rank} could not be closed: {error!r}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(0)  # threads of users' functions may hang
+
+
+def _wait_for_spec(channel: Channel, module: str) -> tuple[Header, tuple[list[str], EngineSpec]]:
+    """Import meanwhile; an import that fails will fail again, with a better message, when the engine is built."""
+    with contextlib.suppress(Exception):
+        importlib.import_module(module)
+    try:
+        return channel.receive()
+    except (EOFError, ConnectionError):
+        os._exit(0)
+
+
+def _read(channel: Channel, commands: Commands) -> None:
+    """The reader thread: from frames to commands."""
+    while True:
+        try:
+            header, payload = channel.receive()
+        except (EOFError, ConnectionError):
+            os._exit(1)  # whatever the engine does: nobody is left to tell
+        except Exception as error:  # an argument that cannot be unpickled here
+            print(f"a message cannot be read: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+        if header.kind == "call":
+            commands.put(Call(header.key, header.verb, payload))
+        elif header.kind == "cancel":
+            commands.put(Cancel(header.key))
+        else:
+            commands.put(None)
+
+
+def _fail(channel: Channel, spec: EngineSpec, error: BaseException) -> None:
+    failure = described(spec, error)
+    with contextlib.suppress(OSError):
+        try:
+            channel.send("failed", failure)
+        except Exception:  # its arguments cannot be pickled
+            channel.send("failed", GroupError(str(failure)))
+
+
+def _die_with_parent() -> None:
+    """SIGKILL from the kernel when the parent ends, also while a C extension holds the interpreter (Linux)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,89 @@
+"""What the caller's side of every engine keeps, on the event loop: calls in flight, and how the engine ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from asyncrlhf.abc import EngineSpec, OnEvents
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, GroupError
+from asyncrlhf.messages import EngineEvent, Failed
+
+__all__ = ("Calls", "require_not_configuration")
+
+
+class Calls:
+    """Replies by key. Once the engine has failed or was closed nothing more is passed on, and every call is refused."""
+
+    def __init__(self, spec: EngineSpec, on_events: OnEvents) -> None:
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._spec, self._on_events = spec, on_events
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._failure: AsyncRLHFError | None = None
+
+    @property
+    def was_built(self) -> bool:
+        return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+
+    @property
+    def ended(self) -> bool:
+        return self._failure is not None
+
+    def open(self) -> tuple[int, asyncio.Future[Any]]:
+        """A new call's key and reply. Raises GroupError when the engine has ended."""
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+        key, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._open[key] = reply
+        reply.add_done_callback(lambda _: self._open.pop(key, None))
+        return key, reply
+
+    def built(self) -> None:
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def result(self, key: int, value: Any) -> None:
+        if key in self._open and not self._open[key].done():
+            self._open[key].set_result(value)
+
+    def error(self, key: int, error: AsyncRLHFError) -> None:
+        if key in self._open and not self._open[key].done():
+            self._open[key].set_exception(error)
+
+    def events(self, events: Sequence[EngineEvent]) -> None:
+        """Nothing that an engine says after its end is passed on."""
+        if self._failure is None:
+            self._on_events(events)
+
+    def fail(self, error: AsyncRLHFError) -> None:
+        """The engine is broken: so are its calls in flight. The first failure is what counts."""
+        first = self._failure is None
+        self._failure = self._failure or error
+        was_built = self.was_built
+        if not self.ready.done():
+            self.ready.set_exception(error)
+        self._fail_calls(error)
+        if first and was_built:
+            self._on_events([Failed(reason=str(error))])
+
+    def close(self) -> bool:
+        """Refuse everything from now on; False if the engine has ended before."""
+        first = self._failure is None
+        message = f"group {self._spec.group!r}, rank {self._spec.rank}: the engine has been closed"
+        self._failure = self._failure or GroupError(message)
+        self._fail_calls(self._failure)
+        return first
+
+    def _fail_calls(self, error: AsyncRLHFError) -> None:
+        for reply in list(self._open.values()):
+            if not reply.done():
+                reply.set_exception(error)
+
+
+def require_not_configuration(spec: EngineSpec, error: ConfigError, built: Iterable[EngineSpec]) -> None:
+    """An engine that was built before from the same options does not fail for them. Raises GroupError then."""
+    if any(other == spec for other in built):
+        raise GroupError(f"group {spec.group!r}, rank {spec.rank}: {error}") from error
