@@ -36,8 +36,8 @@ TRAINER = "asyncrlhf.backends.torch.train:TorchTrainer"
 SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
 SCORER = "asyncrlhf.backends.torch.score:TorchScorer"
 RULES = "asyncrlhf.backends.rules:RuleEngine"
-SILENCE = 5.0
-"""Seconds that an engine of a reward function may be silent beyond the function's own time-out."""
+SILENCE = 1.0
+"""Seconds beyond a reward function's own time-out after which its engine is asked for a sign of life."""
 DEFAULT_PROMPT_TOKENS = 1024
 
 Options = TypeVar("Options", bound=msgspec.Struct)

@@ -52,8 +52,9 @@ class EngineHandle(Protocol):
         Raises what the method raised, if that is an asyncrlhf error; else GroupError with the traceback."""
         ...
 
-    async def close(self) -> None:
-        """End the engine; calls in flight raise GroupError. A hung engine is not waited for, or killed."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """End the engine; calls in flight raise GroupError. One that hangs is killed, or left behind where that cannot
+        be done, after a while or `at_once`."""
         ...
 
 

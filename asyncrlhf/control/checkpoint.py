@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrlhf.errors import CheckpointError, GroupError
+from asyncrlhf.errors import CheckpointError, EngineLost, GroupError
 from asyncrlhf.flow.leases import LedgerState
 from asyncrlhf.messages import Experience
 from asyncrlhf.messages.wire import Packed
@@ -113,6 +113,9 @@ class Checkpoints:
             draft.rename(target)
             _flush(self.directory)
             _flush(self.directory.parent)
+        except EngineLost:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         except (OSError, GroupError) as error:
             shutil.rmtree(draft, ignore_errors=True)
             found = self.complete()

@@ -74,7 +74,7 @@ class FrozenEngine:
         handle = self._handle
         if handle is not None and handle not in self._lost:
             self._lost[handle] = reason
-            await handle.close()
+            await handle.close(at_once=True)
 
     async def _serving(self) -> EngineHandle:
         async with self._restarting:

@@ -13,6 +13,10 @@ from asyncrlhf.messages import PerSample, Rollout, ScoreRequest
 __all__ = ("RuleScorer", "Scorer")
 
 
+PATIENCE = 5.0
+"""Seconds that an engine may take to say that it lives."""
+
+
 class Scorer(Protocol):
     """Scores the answers of one rollout, in their order. Raises SampleError naming uid and answer."""
 
@@ -29,8 +33,8 @@ class RuleScorer:
     """
 
     def __init__(self, engine: FrozenEngine, decode: Callable[[Sequence[int]], str], *, silence: float) -> None:
-        """`decode`: response tokens to text. `silence`: seconds without a sign of life after which the engine is
-        started again; above the function's own time-out."""
+        """`decode`: response tokens to text. `silence`: seconds after which a call is asked for a sign of life, above
+        the function's own time-out; one that gives none within PATIENCE is started again."""
         self._engine, self._decode, self._silence = engine, decode, silence
         self._suspects = asyncio.Lock()
 
@@ -71,12 +75,12 @@ class RuleScorer:
     async def _look(self) -> None:
         incarnation = self._engine.incarnation
         try:
-            async with asyncio.timeout(self._silence):
+            async with asyncio.timeout(PATIENCE):
                 await self._engine.attempt("ping")
         except TimeoutError:
             if self._engine.incarnation == incarnation:
                 await self._engine.give_up_on(
-                    f"group {self._engine.spec.group!r}: no sign of life for {self._silence:g} s: a reward function "
+                    f"group {self._engine.spec.group!r}: no sign of life for {PATIENCE:g} s: a reward function "
                     "holds the interpreter or blocks its event loop"
                 )
         except EngineLost:

@@ -1,4 +1,4 @@
-"""The process of one engine: python -m asyncrlhf.runtimes.child SOCKET MODULE.
+"""The process of one engine: python -m asyncrlhf.runtimes.child SOCKET MODULE NAME.
 
 It imports MODULE (slow: torch) while its parent still prepares, then waits for the engine's specification, builds it,
 and runs its EngineLoop. It ends when it is told to, when the engine breaks, or when its parent is gone.

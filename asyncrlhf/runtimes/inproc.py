@@ -83,11 +83,11 @@ class ThreadEngine:
             self._commands.put(Cancel(key))
             raise
 
-    async def close(self) -> None:
+    async def close(self, *, at_once: bool = False) -> None:
         if self.calls.close():
             self._commands.put(None)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._ended), timeout=self._grace)
+            await asyncio.wait_for(asyncio.shield(self._ended), timeout=0.0 if at_once else self._grace)
             self._thread.join(timeout=1.0)
 
     # ---- in the engine's thread --------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ class Host:
         }
         module = place.engine.partition(":")[0]
         command = [sys.executable, "-m", "asyncrlhf.runtimes.child", str(theirs.fileno()), module]
+        command.append(f"{place.group}/{place.rank}")  # for whoever looks at the list of processes
         with theirs, self.log.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(
@@ -162,13 +163,13 @@ class ProcessEngine:
                 self._writer.writelines(encode("cancel", key=key))
             raise
 
-    async def close(self) -> None:
+    async def close(self, *, at_once: bool = False) -> None:
         if self.calls.close() and self._writer is not None:
             with contextlib.suppress(ConnectionError, RuntimeError):
                 self._writer.writelines(encode("close"))
         loop = asyncio.get_running_loop()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            await loop.run_in_executor(None, self.host.process.wait, self._grace)
+            await loop.run_in_executor(None, self.host.process.wait, 0.0 if at_once else self._grace)
         if self.host.process.returncode is None:
             self.host.process.kill()
             await loop.run_in_executor(None, self.host.process.wait)

@@ -152,7 +152,7 @@ class FakeHandle:
         self._loop.call_at(self._arrival, self._arrive)
         return await command.reply
 
-    async def close(self) -> None:
+    async def close(self, *, at_once: bool = False) -> None:
         self._closed = True
         if self._failure is None:
             self._failure = f"group {self.spec.group!r}, rank {self.spec.rank}: the engine has been closed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import re
 import threading
 import zlib
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from algorithms.grpo import GRPO, GRPOExperience
 from tests.integration.tiny import graded as graded
 
 KINDS = 9
+HELD = "beg>"
+"""The prompt whose reward holds the interpreter."""
 
 
 def leave(name: str) -> None:
@@ -154,4 +157,11 @@ def counted(prompt: str, response: str, ground_truth: str, **columns: Any) -> fl
     """Adds a byte to a file for every answer."""
     with open("scores", "ab", buffering=0) as file:
         file.write(b".")
+    return graded(prompt, response, ground_truth)
+
+
+def holds(prompt: str, response: str, ground_truth: str) -> float:
+    """Holds the interpreter for ever with one prompt: a regular expression that backtracks."""
+    if prompt == HELD:
+        re.match(r"(a+)+$", "a" * 64 + "b")
     return graded(prompt, response, ground_truth)
