@@ -218,6 +218,7 @@ class Session:
             observer.log,
             mode=config.publish.mode,
             timeout=config.publish.timeout,
+            probe_gap=config.limits.logprob_gap,
             evaluator=self._evaluator(),
             after_step=self._after_step,
         )

@@ -75,7 +75,8 @@ class TrainEngine(ScoreEngine):
 
     @abstractmethod
     def export(self, version: int) -> WeightHandle:
-        """Put the weights where followers can read them. Raises PublishRefused if a weight is not finite."""
+        """Put the weights where followers can read them, with a Probe of what they make the model say. Raises
+        PublishRefused if a weight is not finite."""
 
     @abstractmethod
     def save_model(self, directory: Path) -> None:
@@ -124,3 +125,7 @@ class GenerateEngine(Engine, ABC):
     def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
         """Second phase: take over the prepared weights at this token boundary. `kv` is "rebuild" (recompute the KV
         cache of running requests under the new weights) or "keep" (the tokens that follow are flagged kv_mixed)."""
+
+    @abstractmethod
+    def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
+        """Log-prob of every token but the first, at temperature 1, under the weights in use."""

@@ -85,7 +85,8 @@ class Limits(Table, frozen=True, kw_only=True):
     """Times within an hour that the run goes on from its newest checkpoint when the process of a trained model is lost;
     0: the run then fails."""
     logprob_gap: Amount = 0.1
-    """Nats by which sampler and trainer may differ on a token of the same weights before a warning; 0: no warning."""
+    """Nats by which sampler and trainer may differ on a token of the same weights: beyond it a train step warns, and an
+    engine that differs on fixed tokens right after a publish is fenced; 0: not looked at."""
     wait_timeout: PositiveAmount = 60.0
     """Seconds that `at_deadline = "wait"` waits before it drops."""
 

@@ -37,14 +37,18 @@ class Coordinator:
         *,
         mode: Literal["in_flight", "drain"] = "in_flight",
         timeout: float = 300.0,
+        probe_gap: float = 0.0,
         evaluator: Evaluator | None = None,
         after_step: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`timeout`: seconds an engine may take for one phase. `after_step(version)` is awaited at each boundary."""
+        """`timeout`: seconds an engine may take for one phase. `probe_gap`: nats by which an engine that has committed
+        weights may differ from the trainer before it is fenced; 0: it is not asked. `after_step(version)` is awaited at
+        each boundary."""
         self.publish_count = 0
         self._gate, self._trained, self._followers = gate, trained, followers
         self._emit, self._elapsed = log.emit, log.elapsed
         self._mode, self._timeout, self._evaluator, self._after_step = mode, timeout, evaluator, after_step
+        self._probe_gap, self._largest_gap = probe_gap, 0.0
         self._members = Membership((r.key for f in followers for r in f.replicas), gate.ledger.step)
         self._weights: dict[str, WeightHandle] = {}
         self._whole: dict[str, WeightHandle] = {}
@@ -143,7 +147,7 @@ class Coordinator:
         moved = await self._export(version)
         if self._followers:
             self._members.prepare(version)
-            self._fenced = []
+            self._fenced, self._largest_gap = [], 0.0
             try:
                 with self._gate.trainer_waits():
                     await self._phase("prepare")
@@ -165,6 +169,7 @@ class Coordinator:
                 seconds=seconds,
                 exposed=seconds,
                 fenced=tuple(self._fenced),
+                probe_gap=self._largest_gap if self._probe_gap else None,
             )
         )
         self._gate.publish(self._members.published if self._followers else version)
@@ -197,6 +202,7 @@ class Coordinator:
                     self._members.acknowledge(replica.key, incarnation)
                 else:
                     await follower.commit(replica, weights.version)
+                    await self._probe(follower, replica, weights)
                     self._members.commit(replica.key, incarnation)
         except PublishRefused:
             raise
@@ -219,11 +225,25 @@ class Coordinator:
             async with asyncio.timeout(self._timeout):
                 await follower.prepare(replica, weights)
                 await follower.commit(replica, weights.version)
+                await self._probe(follower, replica, weights)
         except TimeoutError:
             raise GroupError(
                 f"{replica.key} did not take version {weights.version} within publish.timeout = {self._timeout:g} s"
             ) from None
         return weights.version
+
+    async def _probe(self, follower: RolloutGroup, replica: Replica, weights: WeightHandle) -> None:
+        """Raises GroupError when an engine does not compute with the weights it has committed."""
+        if not self._probe_gap:
+            return
+        gap = await follower.probe(replica, weights)
+        self._largest_gap = max(self._largest_gap, gap)
+        if not gap <= self._probe_gap:
+            raise GroupError(
+                f"{replica.key} has committed version {weights.version}, and differs from its trainer by {gap:.3g} "
+                f"nats on fixed tokens (limits.logprob_gap = {self._probe_gap:g}): it computes with other weights, or in "
+                "another precision"
+            )
 
     # ---- fencing -------------------------------------------------------------------------------------------------
     def _failed(self, follower: RolloutGroup) -> Callable[[Replica, str], None]:

@@ -140,6 +140,14 @@ class RolloutGroup(Group):
         """Second phase on one engine, at its next token boundary."""
         await self._engine(replica).call("commit", version, self._kv)
 
+    async def probe(self, replica: Replica, weights: WeightHandle) -> float:
+        """Largest difference, in nats, between what one engine says about the probe of the weights that it has
+        committed and what it should say; 0 without a probe."""
+        if weights.probe is None:
+            return 0.0
+        said: Sequence[float] = await self._engine(replica).call("probe", weights.probe.token_ids)
+        return max(abs(a - b) for a, b in zip(said, weights.probe.logprobs, strict=True))
+
     async def drained(self, replica: Replica) -> None:
         """Wait until an engine has no answer to a lease outstanding (evaluations are swapped in flight). Requests that
         come meanwhile wait for `release`."""

@@ -9,6 +9,7 @@ from asyncrlhf.messages.engines import EngineEvent as EngineEvent
 from asyncrlhf.messages.engines import Failed as Failed
 from asyncrlhf.messages.engines import Finished as Finished
 from asyncrlhf.messages.engines import GenerateRequest as GenerateRequest
+from asyncrlhf.messages.engines import Probe as Probe
 from asyncrlhf.messages.engines import Progress as Progress
 from asyncrlhf.messages.engines import Rejected as Rejected
 from asyncrlhf.messages.engines import ScoreRequest as ScoreRequest

@@ -13,6 +13,7 @@ __all__ = (
     "Failed",
     "Finished",
     "GenerateRequest",
+    "Probe",
     "Progress",
     "Rejected",
     "ScoreRequest",
@@ -93,6 +94,14 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
 EngineEvent = Progress | Finished | Rejected | Busy | Failed
 
 
+class Probe(Message, frozen=True, kw_only=True):
+    """What a model says with some weights. Example: Probe(token_ids=(5, 9, 2), logprobs=(-3.1, -0.2))."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Log-prob of every token but the first, at temperature 1."""
+
+
 class WeightHandle(Message, frozen=True, kw_only=True):
     """Weights of one version, announced; the bytes move through the transport named here, never through a message."""
 
@@ -105,6 +114,8 @@ class WeightHandle(Message, frozen=True, kw_only=True):
     transport: str
     """Import path "module:Class" of the WeightTransfer that reads `payload`."""
     payload: Mapping[str, Any]
+    probe: Probe | None = None
+    """Whoever has committed these weights is asked for these log-probs: bytes that arrive need not be in use."""
 
 
 class StepResult(Message, frozen=True, kw_only=True):

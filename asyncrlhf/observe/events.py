@@ -181,6 +181,8 @@ class Published(Event, frozen=True):
     seconds: float
     exposed: float
     fenced: tuple[str, ...]
+    probe_gap: float | None = None
+    """Largest difference between an engine and its trainer on fixed tokens, in nats; None: not asked."""
 
 
 class EngineBusy(Event, frozen=True):

@@ -50,7 +50,8 @@ class Metrics:
     `tokens/*`, `leases/*`, `staleness/expired`, `staleness/dropped` (leases), `optimizer_steps`, `rejected_steps`
     (applied and rejected optimizer steps of every group), `void_steps` and `nonfinite_values` count from the run's
     start. `loss/<metric>` is the policy's mean over the applied optimizer steps of the step; other groups have
-    `<group>/<metric>`. A mean over anything not finite is null. An evaluation is in the row of the next step to end.
+    `<group>/<metric>`. `probe_gap` is the largest difference between a rollout engine and its trainer right after a
+    publish, on fixed tokens, in nats. A mean over anything not finite is null. An evaluation is in the row of the next step to end.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -64,6 +65,7 @@ class Metrics:
         self._steps: list[OptimizerStep] = []
         self._evaluated: Evaluated | None = None
         self._times = self._no_times()
+        self._probe_gap: float | None = None
 
     def subscribe(self, *views: RowView) -> None:
         self._views += views
@@ -108,6 +110,7 @@ class Metrics:
             case Published():
                 self._times["time/publish"] += event.seconds
                 self._times["time/exposed_sync"] += event.exposed
+                self._probe_gap = event.probe_gap
             case Checkpointed():
                 self._times["time/checkpoint"] += event.seconds
             case Evaluated():
@@ -156,6 +159,7 @@ class Metrics:
             **{f"tokens/{kind}": count for kind, count in event.tokens.items()},
             **{f"leases/{state}": count for state, count in event.leases.items()},
             **_metric_cells(self._steps, self._busy.policy()),
+            **({} if self._probe_gap is None else {"probe_gap": self._probe_gap}),
             **{name: self._counts[name] for name in ("optimizer_steps", "rejected_steps", "void_steps")},
             "nonfinite_values": self._counts["nonfinite_values"],
             **_evaluation_cells(self._evaluated),

@@ -25,7 +25,7 @@ from asyncrlhf.messages import (
     WeightHandle,
     import_object,
 )
-from asyncrlhf.testing.trainer import weights_checksum
+from asyncrlhf.testing.trainer import weights_checksum, weights_logprobs
 
 __all__ = ("FakeSampler", "FakeSamplerOptions", "fake_logprobs")
 
@@ -46,6 +46,8 @@ class FakeSamplerOptions(Message, frozen=True, kw_only=True):
     """Share of answers that the engine refuses, by their seed."""
     vocabulary: int = 64
     max_sequence_tokens: int = 1_000_000
+    deaf_from: int | None = None
+    """From this version on a commit changes the number and not the weights."""
     version: int = -1
     """Version of the weights it starts with; -1: none, so it refuses everything until the first commit."""
 
@@ -146,7 +148,8 @@ class FakeSampler(GenerateEngine):
         for answer in self._running.values():
             self._report(answer, events)
             self._close_run(answer)
-        if self._prepared.checksum != self.checksum:
+        deaf = self.options.deaf_from is not None and version >= self.options.deaf_from
+        if self._prepared.checksum != self.checksum and not deaf:
             self.checksum = self._prepared.checksum
             for answer in self._running.values():
                 answer.kv_mixed = kv == "keep"
@@ -154,6 +157,9 @@ class FakeSampler(GenerateEngine):
                     answer.key = _prefix(self.checksum, answer.request.prompt_token_ids, answer.tokens)
         self.version, self._prepared = version, None
         return events
+
+    def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
+        return weights_logprobs(self.checksum, token_ids)
 
     def _why_not(self, request: GenerateRequest) -> str:
         prompt, options = request.prompt_token_ids, self.options

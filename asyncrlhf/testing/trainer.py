@@ -17,10 +17,19 @@ import numpy as np
 
 from asyncrlhf.abc import ScoreEngine, TrainEngine
 from asyncrlhf.errors import PublishRefused
-from asyncrlhf.messages import Array, Message, Packed, StepResult, TrainBatch, WeightHandle
+from asyncrlhf.messages import Array, Message, Packed, Probe, StepResult, TrainBatch, WeightHandle
 
-__all__ = ("FakeScorer", "FakeTrainer", "FakeTrainerOptions", "FakeTransfer", "Weights", "weights_checksum")
+__all__ = (
+    "FakeScorer",
+    "FakeTrainer",
+    "FakeTrainerOptions",
+    "FakeTransfer",
+    "Weights",
+    "weights_checksum",
+    "weights_logprobs",
+)
 
+PROBE = (3, 1, 4, 1, 5)
 Weights = Mapping[str, Sequence[float]]
 _TABLE: dict[str, tuple[int, dict[str, tuple[float, ...]]]] = {}
 _NUMBERS = itertools.count()
@@ -32,6 +41,11 @@ def weights_checksum(weights: Weights) -> int:
     for name in sorted(weights):
         found = zlib.crc32(struct.pack(f"<{len(weights[name])}d", *weights[name]), zlib.crc32(name.encode(), found))
     return found
+
+
+def weights_logprobs(checksum: int, token_ids: Sequence[int]) -> tuple[float, ...]:
+    """What a model with weights of this checksum says about every token but the first: a number for a probe."""
+    return tuple(-1.0 - (checksum ^ zlib.crc32(bytes(f"{token}", "ascii"))) % 1009 / 100 for token in token_ids[1:])
 
 
 class FakeTransfer:
@@ -147,6 +161,7 @@ class FakeTrainer(FakeScorer, TrainEngine):
             byte_count=8 * len(self.weights["w"]),
             transport="asyncrlhf.testing.trainer:FakeTransfer",
             payload=self._sent[1],
+            probe=Probe(token_ids=PROBE, logprobs=weights_logprobs(checksum, PROBE)),
         )
 
     def save_model(self, directory: Path) -> None:

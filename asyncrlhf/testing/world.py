@@ -85,6 +85,7 @@ async def build_run(
         run.log,
         mode=scenario.publish_mode,
         timeout=scenario.publish_timeout,
+        probe_gap=scenario.probe_gap,
         evaluator=_evaluator(run),
         after_step=run.after_step,
     )

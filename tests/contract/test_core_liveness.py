@@ -225,6 +225,16 @@ def test_L7_an_engine_that_comes_back_while_weights_move_on_gets_the_newest() ->
     assert len(run.events_of(Restarted)) == 1
 
 
+def test_N13_an_engine_that_does_not_use_the_weights_it_has_committed_is_fenced() -> None:
+    sampler = FakeSamplerOptions(deaf_from=3)
+    run = simulate(GRPO, Scenario(rows=40, replicas=1, max_restarts=2, sampler=sampler))
+    assert run.reason == "GroupError"
+    assert "has committed version 3, and differs from its trainer by" in str(run.error)
+    assert [event.version for event in run.events_of(Published)] == [1, 2]
+    assert {event.probe_gap for event in run.events_of(Published)} == {0.0}
+    assert len(run.events_of(Restarted)) == 2
+
+
 def test_L9_a_publish_that_no_engine_is_left_for_stalls_by_name() -> None:
     """The only engine dies within the publish, and the one in its place takes too long to come."""
     timing = Timing(verbs={"step": 5.0, "spawn": 5000.0})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -129,6 +129,14 @@ class Model:
         total = torch.logsumexp(logits, dim=-1)
         logprobs = logits.gather(1, targets[:, None])[:, 0] - total
         return TokenStats(logprobs=logprobs, entropy=_entropy(logits, total) if entropy else None)
+
+    @torch.no_grad()
+    def probe(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-prob of every token but the first, at temperature 1, in one plain forward."""
+        ids = torch.tensor([token_ids], device=self.device)
+        places = torch.arange(len(token_ids) - 1, device=self.device)
+        stats = self.token_stats(ids[:, :-1], places, ids[0, 1:], temperature=1.0)
+        return tuple(stats.logprobs.tolist())
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once (tied ones under their first name), in name order."""

@@ -122,6 +122,10 @@ class TorchSampler(TorchEngine, GenerateEngine):
                 self._slots.kv_mixed[: self._slots.count] = True
         return events
 
+    @torch.inference_mode()
+    def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
+        return self._model.probe(token_ids)
+
     def _why_not(self, request: GenerateRequest) -> str:
         """Why a request cannot be answered; empty if it can."""
         prompt, done = request.prompt_token_ids, request.tokens

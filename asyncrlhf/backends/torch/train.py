@@ -23,12 +23,15 @@ from asyncrlhf.backends.torch.probe import require_layout_works
 from asyncrlhf.backends.torch.score import response_logprobs
 from asyncrlhf.backends.torch.state import load_state, save_model, save_state
 from asyncrlhf.errors import ConfigError, PublishRefused
-from asyncrlhf.messages import Array, Packed, StepResult, TrainBatch, WeightHandle, import_object, unpack
+from asyncrlhf.messages import Array, Packed, Probe, StepResult, TrainBatch, WeightHandle, import_object, unpack
 from asyncrlhf.ops import Loss, TokenStats, Transform
 from asyncrlhf.ops.corrections import fill
 from asyncrlhf.weights.checksum import checksum
 
 __all__ = ("OptimizerOptions", "TorchTrainer", "TrainerOptions")
+
+PROBE = 8
+"""Tokens of a probe."""
 
 
 class TorchTrainer(TorchEngine, TrainEngine):
@@ -52,7 +55,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
         self._optimizer = Optimizer(self._model.parameters(), options.optimizer)
         self._cut = self._model.cut(options)
         self._transport = import_object(options.transport)()
-        self._exported: tuple[int, Mapping[str, Any]] | None = None
+        self._exported: tuple[int, Mapping[str, Any], Probe | None] | None = None
         self._stepped_in = -1
 
     def step(self, batch: TrainBatch, loss: Packed) -> StepResult:
@@ -98,7 +101,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
         digest = checksum(weights)
         changed = self._exported is None or self._exported[0] != digest
         if changed:
-            self._exported = (digest, self._transport.send(version, weights))
+            self._exported = (digest, self._transport.send(version, weights), self._probe())
         assert self._exported is not None
         return WeightHandle(
             version=version,
@@ -107,7 +110,17 @@ class TorchTrainer(TorchEngine, TrainEngine):
             byte_count=sum(parameter.nbytes for parameter in weights.values()),
             transport=self.options.transport,
             payload=self._exported[1],
+            probe=self._exported[2],
         )
+
+    def _probe(self) -> Probe | None:
+        """What the model says about fixed tokens from all over its vocabulary."""
+        if self._model.head != "lm":
+            return None
+        tokens = tuple(
+            int(i * 0.618034 * self._model.vocabulary_size) % self._model.vocabulary_size for i in range(PROBE)
+        )
+        return Probe(token_ids=tokens, logprobs=self._model.probe(tokens))
 
     def save_model(self, directory: Path) -> None:
         save_model(self._model, Path(directory))

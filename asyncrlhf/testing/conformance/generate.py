@@ -219,6 +219,31 @@ def unchanged_weights_are_only_a_new_number(subject: GenerateSubject) -> None:
     assert sample.token_ids == alone.token_ids
 
 
+def N13_a_probe_tells_which_weights_are_in_use(subject: GenerateSubject) -> None:
+    """Also while answers run: those that were announced, once they are committed and not before."""
+
+    def gap(weights: WeightHandle) -> float:
+        assert weights.probe is not None
+        said = subject.engine.probe(weights.probe.token_ids)
+        assert len(said) == len(weights.probe.token_ids) - 1
+        return max(abs(a - b) for a, b in zip(said, weights.probe.logprobs, strict=True))
+
+    old = subject.export(0)
+    subject.engine.prepare(old)
+    subject.engine.commit(0, "rebuild")
+    assert gap(old) <= subject.tolerance
+    subject.engine.add([subject.request(stop_token_ids=())])
+    subject.engine.step()
+    subject.train()
+    new = subject.export(1)
+    subject.engine.prepare(new)
+    assert gap(old) <= subject.tolerance < gap(new)
+    subject.engine.commit(1, "rebuild")
+    assert gap(new) <= subject.tolerance < gap(old)
+    subject.rest(subject.engine)
+    assert gap(new) <= subject.tolerance
+
+
 def N15_an_aborted_answer_is_given_back_and_may_continue_elsewhere(subject: GenerateSubject) -> None:
     """Aborted at token 5 of 8: at most 3 more, and as many log-probs as tokens."""
     other = subject.another()
@@ -302,6 +327,7 @@ GENERATE_ENGINE: tuple[Callable[[GenerateSubject], None], ...] = (
     a_swap_splits_answers_at_a_token_boundary,
     a_kept_cache_is_flagged,
     unchanged_weights_are_only_a_new_number,
+    N13_a_probe_tells_which_weights_are_in_use,
     N15_an_aborted_answer_is_given_back_and_may_continue_elsewhere,
     requests_that_cannot_be_answered_are_rejected_and_the_others_are,
     nothing_is_sampled_before_the_first_weights,
