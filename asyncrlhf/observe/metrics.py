@@ -51,7 +51,8 @@ class Metrics:
     (applied and rejected optimizer steps of every group), `void_steps` and `nonfinite_values` count from the run's
     start. `loss/<metric>` is the policy's mean over the applied optimizer steps of the step; other groups have
     `<group>/<metric>`. `probe_gap` is the largest difference between a rollout engine and its trainer right after a
-    publish, on fixed tokens, in nats. A mean over anything not finite is null. An evaluation is in the row of the next step to end.
+    publish, on fixed tokens, in nats. A mean over anything not finite is null. An evaluation is in the row of the next
+    step to end.
     """
 
     def __init__(self, directory: Path | None) -> None:
