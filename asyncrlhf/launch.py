@@ -311,6 +311,8 @@ class Session:
             every=evaluation.every,
             temperature=evaluation.temperature,
             max_hold=evaluation.max_hold,
+            decode=self.models.decode,
+            show=evaluation.show,
         )
 
     def _algorithm(self) -> Algorithm:

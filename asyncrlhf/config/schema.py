@@ -132,7 +132,7 @@ class Evaluation(Table, frozen=True, kw_only=True):
     """Answers to held-out prompts, scored between train steps; columns are named as in [data]."""
 
     every: Count = 0
-    """Train steps between evaluations; 0: never."""
+    """Train steps between evaluations, the first before any; 0: never."""
     path: Name | None = None
     """As data.path."""
     source: Name | None = None
@@ -145,6 +145,11 @@ class Evaluation(Table, frozen=True, kw_only=True):
     """Sampling temperature; 0: greedy."""
     max_hold: Amount = 60.0
     """Seconds that a publish waits for an evaluation to finish; 0: not at all."""
+    show: Count = 3
+    """Answers of each evaluation that the event log and the summary quote, from the first prompts on."""
+    judges: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Further scorers by name, each a table like that of a reward group, whose means are reported as eval/<name> and
+    which training never sees."""
 
     def __post_init__(self) -> None:
         if self.every or self.path is not None or self.source is not None:

@@ -6,16 +6,19 @@ Waits for the rollout and reward groups; a publish waits for it at most `max_hol
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from asyncrlhf.errors import SampleError
 from asyncrlhf.groups import RewardGroup, RolloutGroup
-from asyncrlhf.messages import Prompt, Rollout
-from asyncrlhf.observe.events import Evaluated, EvaluationStarted, Warned
+from asyncrlhf.messages import PerSample, Prompt, Rollout
+from asyncrlhf.observe.events import Answered, Evaluated, EvaluationStarted, Warned
 from asyncrlhf.observe.log import EventLog
 
 __all__ = ("Evaluator",)
+
+REWARD = "reward"
+"""Name of the score that training sees too."""
 
 
 class Evaluator:
@@ -31,15 +34,22 @@ class Evaluator:
         every: int,
         temperature: float,
         max_hold: float,
+        judges: Mapping[str, RewardGroup] | None = None,
+        decode: Callable[[Sequence[int]], str] = str,
+        show: int = 0,
     ) -> None:
-        self._rollout, self._reward, self._prompts = rollout, reward, prompts
+        """`judges`: further scorers by name, which training never sees. `decode`: response tokens to text, for the
+        first `show` answers."""
+        self._rollout, self._prompts = rollout, prompts
+        self._scorers = {REWARD: reward, **(judges or {})}
+        self._decode, self._show = decode, show
         self._emit, self._elapsed = log.emit, log.elapsed
         self._every, self._temperature, self._max_hold = every, temperature, max_hold
         self._running: asyncio.Task[None] | None = None
         self._cut_off = ""
 
     def start(self, train_step: int, version: int, tasks: asyncio.TaskGroup) -> None:
-        """Begin, if `train_step` asks for it, on the published `version`, in the caller's TaskGroup."""
+        """Begin, if `train_step` asks for it (0 does), on the published `version`, in the caller's TaskGroup."""
         if self._every and train_step % self._every == 0 and (self._running is None or self._running.done()):
             self._running = tasks.create_task(self._evaluate(train_step, version), name="evaluation")
 
@@ -77,22 +87,38 @@ class Evaluator:
             return
         versions = {s.version for rollout, _ in done for x in rollout.samples for s in x.segments}
         low, high = min(versions), max(versions)
+        means = {name: fmean(scores[name] for _, scores in done) for name in self._scorers}
         self._emit(
             Evaluated(
                 train_step=train_step,
                 label=f"v{low}" if low == high else f"mixed(v{low}..v{high})",
-                reward_mean=fmean(reward for _, reward in done),
+                reward_mean=means.pop(REWARD),
                 count=len(done),
                 token_count=sum(len(x.token_ids) for rollout, _ in done for x in rollout.samples),
                 seconds=self._elapsed() - started,
+                judges=means,
+                samples=tuple(
+                    Answered(rollout.prompt.text, self._decode(rollout.samples[0].token_ids), scores)
+                    for rollout, scores in done[: self._show]
+                ),
             )
         )
 
-    async def _one(self, prompt: Prompt) -> tuple[Rollout, float] | None:
+    async def _one(self, prompt: Prompt) -> tuple[Rollout, dict[str, float]] | None:
+        problem: BaseException | None = None
+        scoring: dict[str, asyncio.Task[PerSample]] = {}
         try:
             rollout = await self._rollout.evaluate(prompt, self._temperature)
-            (reward,) = await self._reward.score(rollout)
+            async with asyncio.TaskGroup() as tasks:
+                for name, scorer in self._scorers.items():
+                    scoring[name] = tasks.create_task(scorer.score(rollout))
         except SampleError as error:
-            self._emit(Warned(message=f"evaluation prompt {-prompt.uid - 1} left out: {error}"))
-            return None
-        return rollout, reward
+            problem = error
+        except ExceptionGroup as errors:
+            problem = next((error for error in errors.exceptions if isinstance(error, SampleError)), None)
+            if problem is None:
+                raise
+        else:
+            return rollout, {name: task.result()[0] for name, task in scoring.items()}
+        self._emit(Warned(message=f"evaluation prompt {-prompt.uid - 1} left out: {problem}"))
+        return None

@@ -2,6 +2,7 @@
 
 from asyncrlhf.observe.console import Console as Console
 from asyncrlhf.observe.console import ConsoleMode as ConsoleMode
+from asyncrlhf.observe.events import Answered as Answered
 from asyncrlhf.observe.events import AnyEvent as AnyEvent
 from asyncrlhf.observe.events import Checkpointed as Checkpointed
 from asyncrlhf.observe.events import EngineBusy as EngineBusy

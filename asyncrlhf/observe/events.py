@@ -16,6 +16,7 @@ __all__ = (
     "AnyEvent",
     "Checkpointed",
     "EngineBusy",
+    "Answered",
     "Evaluated",
     "EvaluationStarted",
     "Event",
@@ -228,6 +229,14 @@ class EvaluationStarted(Event, frozen=True):
     version: int
 
 
+class Answered(msgspec.Struct, frozen=True):
+    """One answer to a held-out prompt, and what it scored: the reward as "reward", and what every judge says."""
+
+    prompt: str
+    response: str
+    scores: Mapping[str, Number]
+
+
 class Evaluated(Event, frozen=True):
     """An evaluation is over. `label` says which weights answered: "v12", or "mixed(v12..v13)"."""
 
@@ -237,6 +246,10 @@ class Evaluated(Event, frozen=True):
     count: int
     token_count: int
     seconds: float
+    judges: Mapping[str, Number] = {}
+    """Mean score of every judge."""
+    samples: tuple[Answered, ...] = ()
+    """The first few answers."""
 
 
 class Warned(Event, frozen=True):

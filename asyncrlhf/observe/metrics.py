@@ -115,7 +115,7 @@ class Metrics:
             case Checkpointed():
                 self._times["time/checkpoint"] += event.seconds
             case Evaluated():
-                self._count_nonfinite((event.reward_mean,))
+                self._count_nonfinite((event.reward_mean, *event.judges.values()))
                 self._evaluated = event
             case StepEnded():
                 self._step_ended(event, live)
@@ -231,6 +231,7 @@ def _evaluation_cells(evaluated: Evaluated | None) -> dict[str, Cell]:
         return {}
     return {
         "eval/reward": evaluated.reward_mean,
+        **{f"eval/{name}": score for name, score in evaluated.judges.items()},
         "eval/label": evaluated.label,
         "eval/train_step": evaluated.train_step,
         "eval/count": evaluated.count,

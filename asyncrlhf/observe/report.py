@@ -36,6 +36,7 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
     if summary["is_scored"]:
         first, last = short(summary["reward"]["first"]), short(summary["reward"]["last"])
         lines.insert(1, f"reward      {first} -> {last}{_evaluation(summary)}")
+        lines[2:2] = _samples(summary["evaluation"])
     if summary["rejected_steps"] or summary["void_steps"] or summary["nonfinite_values"] or summary["failed_leases"]:
         lines.append(
             f"trouble     {summary['rejected_steps']} rejected optimizer steps, {summary['void_steps']} void train "
@@ -75,7 +76,19 @@ def _evaluation(summary: Mapping[str, Any]) -> str:
     evaluation = summary["evaluation"]
     if evaluation["label"] is None:
         return ""
-    return f"; evaluation {short(evaluation['first'])} -> {short(evaluation['last'])} at {evaluation['label']}"
+    judges = "".join(
+        f", {name} {short(means['first'])} -> {short(means['last'])}" for name, means in evaluation["judges"].items()
+    )
+    return f"; evaluation {short(evaluation['first'])} -> {short(evaluation['last'])}{judges} at {evaluation['label']}"
+
+
+def _samples(evaluation: Mapping[str, Any]) -> list[str]:
+    """The same prompt before and after, where both were quoted."""
+    before, after = evaluation["samples"]["first"], evaluation["samples"]["last"]
+    if not before or not after or before[0]["prompt"] != after[0]["prompt"]:
+        return []
+    quoted = [f"{sample[0]['response']!r:.90}" for sample in (before, after)]
+    return [f"sample      {before[0]['prompt']!r:.60}: {quoted[0]} -> {quoted[1]}"]
 
 
 def _histogram(counts: Mapping[int, int]) -> str:

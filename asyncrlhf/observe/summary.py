@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -158,6 +159,14 @@ class Summary:
             "first": finite(first[0].reward_mean) if first else None,
             "last": finite(last[0].reward_mean) if last else None,
             "label": last[0].label if last else None,
+            "judges": {
+                name: {"first": finite(first[0].judges.get(name, math.nan)), "last": finite(score)}
+                for name, score in (last[0].judges.items() if last else ())
+            },
+            "samples": {
+                which: [msgspec.structs.asdict(answer) for answer in found[0].samples] if found else []
+                for which, found in (("first", first), ("last", last))
+            },
         }
 
     def _staleness(self) -> dict[str, Any]:

@@ -249,15 +249,15 @@ def test_L8_a_run_ends_with_an_evaluation_in_flight() -> None:
     scenario = Scenario(rows=8, evaluation_every=4, evaluation_max_hold=1e4, reward={"seconds": (300.0, 300.0)})
     run = simulate(GRPO, scenario)
     assert (run.reason, len(run.batches)) == ("completed", 4)
-    (evaluated,) = run.events_of(Evaluated)
-    assert (evaluated.train_step, evaluated.count, evaluated.label) == (4, 2, "v4")
+    found = [(event.train_step, event.count, event.label) for event in run.events_of(Evaluated)]
+    assert found == [(0, 2, "v0"), (4, 2, "v4")]
 
 
 def test_L8_an_evaluation_that_takes_too_long_is_cut_off_at_the_end() -> None:
     scenario = Scenario(rows=8, evaluation_every=4, evaluation_max_hold=50.0, reward={"seconds": (300.0, 300.0)})
     run = simulate(GRPO, scenario)
     assert run.reason == "completed"
-    assert not run.events_of(Evaluated)
+    assert [event.train_step for event in run.events_of(Evaluated)] == [0]
     assert ["cut off after evaluation.max_hold = 50 s" in event.message for event in run.events_of(Warned)] == [True]
 
 

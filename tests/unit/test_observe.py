@@ -12,6 +12,7 @@ import pytest
 
 from asyncrlhf.errors import CheckpointError
 from asyncrlhf.observe import (
+    Answered,
     Checkpointed,
     EngineBusy,
     Evaluated,
@@ -316,8 +317,19 @@ def test_void_steps_write_no_row_and_are_counted(tmp_path: Path) -> None:
 def test_evaluation_is_in_the_row_of_the_next_step_and_in_the_summary(tmp_path: Path) -> None:
     scene = Scene(tmp_path, steps=1)
     for train_step, label, reward in ((0, "v1", 0.25), (1, "mixed(v1..v2)", 0.75)):
+        gold = 2 * reward - 1
+        answered = Answered("ab>", f"x{train_step}", {"reward": reward, "gold": gold})
         scene.observer.emit(
-            Evaluated(train_step=train_step, label=label, reward_mean=reward, count=8, token_count=80, seconds=0.3)
+            Evaluated(
+                train_step=train_step,
+                label=label,
+                reward_mean=reward,
+                count=8,
+                token_count=80,
+                seconds=0.3,
+                judges={"gold": gold},
+                samples=(answered,),
+            )
         )
         if train_step == 0:
             scene.step()
@@ -325,7 +337,18 @@ def test_evaluation_is_in_the_row_of_the_next_step_and_in_the_summary(tmp_path: 
     first, second = scene.rows()
     assert "eval/reward" not in first
     assert (second["eval/reward"], second["eval/label"], second["eval/train_step"]) == (0.25, "v1", 0)
-    assert scene.json("summary.json")["evaluation"] == {"first": 0.25, "last": 0.75, "label": "mixed(v1..v2)"}
+    assert scene.json("summary.json")["evaluation"] == {
+        "first": 0.25,
+        "last": 0.75,
+        "label": "mixed(v1..v2)",
+        "judges": {"gold": {"first": -0.5, "last": 0.5}},
+        "samples": {
+            "first": [{"prompt": "ab>", "response": "x0", "scores": {"reward": 0.25, "gold": -0.5}}],
+            "last": [{"prompt": "ab>", "response": "x1", "scores": {"reward": 0.75, "gold": 0.5}}],
+        },
+    }
+    assert second["eval/gold"] == -0.5
+    assert "sample      'ab>': 'x0' -> 'x1'" in scene.output.getvalue()
 
 
 def test_counters_continue_exactly_over_a_resume(tmp_path: Path) -> None:
