@@ -17,6 +17,7 @@ from asyncrlhf.backends.rules import RuleOptions
 from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.config.convert import convert
 from asyncrlhf.config.groups import Compute, Rules, TorchRollout, TorchScore, TorchTrain
+from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.checkpoint import flush_tree
 from asyncrlhf.control.rundir import LOGS
@@ -322,7 +323,8 @@ def _trained_directory(config: Config, name: str, table: Any, run_dir: Path, *, 
             write_model(
                 draft,
                 model_type=scratch.model_type,
-                characters=scratch.characters,
+                characters=scratch.characters or "",
+                words=() if scratch.words is None else import_named(f"groups.{name}.scratch.words", scratch.words)(),
                 config=scratch.config,
                 seed=config.seed,
             )

@@ -48,14 +48,25 @@ class OptimizerTable(Table, frozen=True, kw_only=True):
 
 
 class Scratch(Table, frozen=True, kw_only=True):
-    """A small model with random weights and one token per character."""
+    """A small model with random weights, and one token per character or per word: exactly one of the two."""
 
     model_type: Name = "qwen2"
     """Hugging Face model type."""
-    characters: Name
+    characters: Name | None = None
     """The alphabet; every character is one token, beside the special ones."""
+    words: Name | None = None
+    """Import path "module:function" of the list of words; text is split at white space, and every word is a token."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the Hugging Face configuration, such as hidden_size."""
+
+    def __post_init__(self) -> None:
+        if (self.characters is None) == (self.words is None):
+            given = "neither is set" if self.words is None else "both are set"
+            raise ConfigError(
+                f"characters, words: {given}; set exactly one: an alphabet, or a function that gives words"
+            )
+        if self.words is not None:
+            require_import_path("words", self.words, "my_data:words")
 
 
 class Compute(Table, frozen=True, kw_only=True):

@@ -40,6 +40,19 @@ def test_text_goes_there_and_back_one_id_per_character(tmp_path: Path, model_typ
         assert tokenizer.encode("a\nb") == [14, 1, 15]
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt_neox"])
+def test_words_go_there_and_back_one_id_each(tmp_path: Path, model_type: str) -> None:
+    from transformers import AutoTokenizer
+
+    words = ("the", "end", "isn't", ".", ",")
+    options = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    directory = write_model(tmp_path, model_type=model_type, words=words, config=options | {"vocab_size": 9})
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert tokenizer.encode("the  end , isn't") == [2, 3, 6, 4]
+    assert tokenizer.encode("the start .") == [2, 1, 5]
+    assert tokenizer.decode([2, 3, 5, 0], skip_special_tokens=True) == "the end ."
+
+
 def test_the_same_arguments_give_the_same_bytes_and_leave_the_random_state(tmp_path: Path) -> None:
     before = torch.get_rng_state()
     one, two, other = (write(tmp_path / str(i), seed=seed) for i, seed in enumerate((5, 5, 6)))
@@ -65,10 +78,12 @@ def test_options_are_the_arguments(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"characters": "abca"}, "characters repeats 'a'"),
+        ({"words": ("a", "b", "a")}, "words repeats 'a'"),
+        ({"words": ("the", "end")}, 'Qwen2Tokenizer, which .* use another model_type, such as "llama"'),
         ({"config": SMALL | {"vocab_size": 20}}, "vocab_size = 20 is too small for 45 characters"),
         ({"model_type": "qwen22"}, "model_type = 'qwen22'"),
         ({"config": SMALL | {"hiden_size": 3}}, "qwen2 has no configuration field hiden_size"),
-        ({"characters": "abä"}, "does not read 'ä' as one id per character"),
+        ({"characters": "abä"}, "does not read 'ä' as one id each"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -107,12 +107,14 @@ class SamplerOptions(Table, frozen=True, kw_only=True):
 
 
 class ScratchOptions(Table, frozen=True, kw_only=True):
-    """A new, randomly initialised model with a character tokenizer; see `scratch.write_model`."""
+    """A new, randomly initialised model with a character or word tokenizer; see `scratch.write_model`."""
 
     model_type: str = "qwen2"
     """Architecture, by its Hugging Face `model_type`."""
-    characters: str
+    characters: str = ""
     """Every character the model can read; id 0 is <eos> (also the padding), 1 is <unk>, then these in order."""
+    words: tuple[str, ...] = ()
+    """Instead of `characters`: every word it can read, where words are what white space separates."""
     config: dict[str, Any]
     """Fields of the architecture's Hugging Face configuration, e.g. {"hidden_size": 128, "num_hidden_layers": 3}."""
     seed: int = 0

@@ -1,9 +1,10 @@
-"""A new Hugging Face directory from nothing: a randomly initialised model and a character tokenizer."""
+"""A new Hugging Face directory from nothing: a randomly initialised model, and a tokenizer of characters or words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
-__all__ = ("ScratchOptions", "character_tokenizer", "write_model")
+__all__ = ("ScratchOptions", "character_tokenizer", "word_tokenizer", "write_model")
 
 EOS_ID = 0
 OPTIONAL_FIELDS = ("head_dim", "sliding_window")
@@ -33,7 +34,8 @@ def write_model(
     directory: Path | str,
     *,
     model_type: str = "qwen2",
-    characters: str,
+    characters: str = "",
+    words: Sequence[str] = (),
     config: Mapping[str, Any],
     seed: int = 0,
     initializer: Literal["scaled", "huggingface"] = "scaled",
@@ -41,14 +43,16 @@ def write_model(
 ) -> Path:
     """Write config.json, model.safetensors and the tokenizer files; the arguments are the fields of ScratchOptions.
 
-    The vocabulary is <eos> (0), <unk> (1), then `characters`; a larger `config["vocab_size"]` is filled up with
-    <unused0>, <unused1>, ... The same arguments give the same bytes, and the global random state is left as it was.
-    Raises ConfigError for repeated characters, a vocabulary that is too small, or an unknown architecture or field.
+    The vocabulary is <eos> (0), <unk> (1), then `characters` or `words`; a larger `config["vocab_size"]` is filled up
+    with <unused0>, <unused1>, ... The same arguments give the same bytes, and the global random state is left as it
+    was. Raises ConfigError for repeated characters or words, a vocabulary that is too small, an unknown architecture or
+    field, or one whose tokenizer cannot read them.
     """
     directory = Path(directory)
     transformers_logging.disable_progress_bar()
-    size = int(config.get("vocab_size", len(characters) + 2))
-    tokenizer = character_tokenizer(characters, size, chat_template)
+    size = int(config.get("vocab_size", len(words or characters) + 2))
+    make = word_tokenizer if words else character_tokenizer
+    tokenizer = make(words or characters, size, chat_template)  # type: ignore[arg-type]
     fields = {**config, "vocab_size": size, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID, "bos_token_id": None}
     try:
         architecture = AutoConfig.for_model(model_type, **fields)
@@ -58,7 +62,7 @@ def write_model(
     unknown = sorted(name for name in config if not hasattr(usual, name) and name not in OPTIONAL_FIELDS)
     if unknown:
         raise ConfigError(f"{model_type} has no configuration field {', '.join(unknown)}")
-    _verify_tokenizer(architecture, tokenizer, characters)
+    _verify_tokenizer(architecture, tokenizer, words or characters)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
@@ -77,21 +81,39 @@ def character_tokenizer(characters: str, size: int, chat_template: str = "") -> 
 
     Raises ConfigError if a character is repeated or `size` ids are too few.
     """
-    if len(set(characters)) != len(characters):
-        repeated = sorted({c for c in characters if characters.count(c) > 1})
-        raise ConfigError(f"characters repeats {', '.join(map(repr, repeated))}; name every character once")
-    if size < len(characters) + 2:
-        raise ConfigError(
-            f"vocab_size = {size} is too small for {len(characters)} characters, <eos> and <unk>; it takes at least "
-            f"{len(characters) + 2}"
-        )
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    symbols = ["<eos>", "<unk>", *(byte_level.pre_tokenize_str(character)[0][0] for character in characters)]
-    symbols += [f"<unused{i}>" for i in range(size - len(symbols))]
-    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    symbols = [byte_level.pre_tokenize_str(character)[0][0] for character in characters]
+    vocabulary = _vocabulary("characters", characters, symbols, size)
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     inner.pre_tokenizer = byte_level
     inner.decoder = decoders.ByteLevel()
+    return _wrapped(inner, chat_template)
+
+
+def word_tokenizer(words: Sequence[str], size: int, chat_template: str = "") -> PreTrainedTokenizerFast:
+    """One id per word, where white space separates words; decoded text has a space between them.
+
+    Raises ConfigError if a word is repeated or `size` ids are too few.
+    """
+    inner = Tokenizer(models.WordLevel(vocab=_vocabulary("words", words, words, size), unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _wrapped(inner, chat_template)
+
+
+def _vocabulary(what: str, named: Sequence[str], symbols: Sequence[str], size: int) -> dict[str, int]:
+    """Symbol -> id, with the special ones first and unused ones up to `size`."""
+    if repeated := sorted(symbol for symbol, count in Counter(named).items() if count > 1):
+        raise ConfigError(f"{what} repeats {', '.join(map(repr, repeated[:9]))}; name every one once")
+    if size < len(symbols) + 2:
+        raise ConfigError(
+            f"vocab_size = {size} is too small for {len(symbols)} {what}, <eos> and <unk>; it takes at least "
+            f"{len(symbols) + 2}"
+        )
+    unused = [f"<unused{i}>" for i in range(size - len(symbols) - 2)]
+    return {symbol: i for i, symbol in enumerate(["<eos>", "<unk>", *symbols, *unused])}
+
+
+def _wrapped(inner: Tokenizer, chat_template: str) -> PreTrainedTokenizerFast:
     options: dict[str, Any] = {"chat_template": chat_template} if chat_template else {}
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
@@ -103,17 +125,19 @@ def character_tokenizer(characters: str, size: int, chat_template: str = "") -> 
     )
 
 
-def _verify_tokenizer(architecture: Any, written: PreTrainedTokenizerFast, characters: str) -> None:
+def _verify_tokenizer(architecture: Any, written: PreTrainedTokenizerFast, symbols: Sequence[str]) -> None:
     """transformers may load the files with a class of the architecture's own: what counts is what that one reads."""
     with TemporaryDirectory() as directory:
         architecture.save_pretrained(directory)
         written.save_pretrained(directory)
         tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    wrong = [c for i, c in enumerate(characters, 2) if tokenizer.encode(c, add_special_tokens=False) != [i]]
-    if wrong or tokenizer.decode(tokenizer.encode(characters, add_special_tokens=False)) != characters:
+    whole = symbols if isinstance(symbols, str) else " ".join(symbols)
+    wrong = [c for i, c in enumerate(symbols, 2) if tokenizer.encode(c, add_special_tokens=False) != [i]]
+    if wrong or tokenizer.decode(tokenizer.encode(whole, add_special_tokens=False)) != whole:
+        fix = "name ASCII characters only" if isinstance(symbols, str) else 'use another model_type, such as "llama"'
         raise ConfigError(
             f"{type(tokenizer).__name__}, which transformers loads for this model_type, does not read "
-            f"{', '.join(map(repr, wrong)) or 'this text'} as one id per character; name ASCII characters only"
+            f"{', '.join(map(repr, wrong[:9])) or 'this text'} as one id each; {fix}"
         )
 
 
