@@ -1,14 +1,11 @@
-"""GRPO: ask several times, and let the answers' own mean reward be the baseline (arXiv 2402.03300).
-
-RLOO (arXiv 2402.14740) and Dr. GRPO (arXiv 2503.20783) differ in the advantage and the normaliser only.
-"""
+"""GRPO: ask several times, and let the answers' own mean reward be the baseline (arXiv 2402.03300)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import asyncrlhf as rl
 from asyncrlhf import ops
@@ -34,14 +31,13 @@ class GRPOLoss(ops.Loss, frozen=True):
     def needs_groups(self) -> tuple[str, ...]:
         return ("reference",) if self.kl else ()
 
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        return self.clip_low, self.clip_high
-
     def __call__(self, new: ops.TokenStats, batch: ops.MicroBatch) -> Tensor:
-        ratio = (new.logprobs - batch.anchor_logprobs).exp()
-        loss = -batch.weight * ops.clipped_gain(ratio, batch.advantages, self.clip_low, self.clip_high)
+        gain = ops.clipped_gain(ops.ratio(new, batch), batch.advantages, self.clip_low, self.clip_high)
+        loss = -batch.weight * gain
         return loss + self.kl * ops.k3(new.logprobs, batch.reference_logprobs) if self.kl else loss
+
+    def measures(self, new: ops.TokenStats, batch: ops.MicroBatch) -> Mapping[str, Tensor]:
+        return {"clip_fraction": ops.outside(ops.ratio(new, batch), self.clip_low, self.clip_high)}
 
 
 @dataclass(kw_only=True)
@@ -83,26 +79,3 @@ class GRPO(rl.Algorithm):
     def advantages(self, rewards: Sequence[float]) -> rl.PerSample:
         mean, deviation = fmean(rewards), pstdev(rewards)
         return tuple((reward - mean) / (deviation + 1e-4) for reward in rewards)
-
-
-class RLOO(GRPO):
-    """Each answer against the mean of the others."""
-
-    def advantages(self, rewards: Sequence[float]) -> rl.PerSample:
-        others = max(1, len(rewards) - 1)
-        return tuple(reward - (sum(rewards) - reward) / others for reward in rewards)
-
-
-class DrGRPOLoss(GRPOLoss, frozen=True):
-    reduction: ClassVar[ops.Reduction] = "constant"
-
-
-@dataclass(kw_only=True)
-class DrGRPO(GRPO):
-    """No division by the deviation or by the answer's length."""
-
-    loss: DrGRPOLoss = field(default_factory=DrGRPOLoss)
-
-    def advantages(self, rewards: Sequence[float]) -> rl.PerSample:
-        mean = fmean(rewards)
-        return tuple(reward - mean for reward in rewards)

@@ -22,5 +22,7 @@ from asyncrlhf.messages import Prompt as Prompt
 from asyncrlhf.messages import Rollout as Rollout
 from asyncrlhf.messages import Sample as Sample
 from asyncrlhf.messages import Segment as Segment
+from asyncrlhf.messages import Statistics as Statistics
+from asyncrlhf.messages import TrainBatch as TrainBatch
 
 __version__ = "0.1.0"

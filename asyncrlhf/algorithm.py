@@ -12,10 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, cast, overload
 
+import msgspec
+
 from asyncrlhf.errors import AsyncRLHFError, LeaseLost, SampleError, Stalled
 from asyncrlhf.flow.gate import Gate
 
-__all__ = ("Algorithm", "Stage", "cause_of", "gather", "run_algorithm")
+__all__ = ("Algorithm", "Stage", "cause_of", "gather", "run_algorithm", "state_numbers")
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -66,7 +68,8 @@ class Algorithm(ABC):
     """Configuration keys that must be set, dotted, for example ("data.response",)."""
     state: Any = None
     """What the algorithm learns about itself (an adaptive coefficient, running statistics): a field
-    `state: MyState`, a frozen Struct with a default. It is saved with the weights and restored on resume."""
+    `state: MyState`, a frozen Struct with a default. It is saved with the weights and restored on resume; its numbers
+    are in metrics.jsonl, as "state/<field>"."""
 
     @abstractmethod
     async def generate(self) -> None:
@@ -81,6 +84,17 @@ class Algorithm(ABC):
     def stages(self) -> Sequence[Stage]:
         """Further coroutines between the two, each run with as many workers as `generate`."""
         return ()
+
+
+def state_numbers(state: object) -> dict[str, float]:
+    """The numbers in an algorithm's state by field name, those of a Struct inside it as "field/inner"."""
+    found: dict[str, float] = {}
+    for name in state.__struct_fields__ if isinstance(state, msgspec.Struct) else ():
+        value = getattr(state, name)
+        if isinstance(value, int | float):
+            found[name] = float(value)
+        found |= {f"{name}/{inner}": number for inner, number in state_numbers(value).items()}
+    return found
 
 
 async def run_algorithm(

@@ -16,7 +16,7 @@ from asyncrlhf.abc import EngineSpec, Place, Runtime
 from asyncrlhf.backends.rules import RuleOptions
 from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.config.convert import convert
-from asyncrlhf.config.groups import Compute, Rules, TorchRollout, TorchScore, TorchTrain
+from asyncrlhf.config.groups import Compute, Rules, TorchReward, TorchRollout, TorchScore, TorchTrain
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.checkpoint import flush_tree
@@ -27,7 +27,7 @@ from asyncrlhf.flow.ledger import LedgerRules
 from asyncrlhf.groups import CriticGroup, Group, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.rollout import Sampling
-from asyncrlhf.groups.scorers import RuleScorer
+from asyncrlhf.groups.scorers import ModelScorer, RuleScorer
 from asyncrlhf.observe import EventLog
 from asyncrlhf.wiring import Wiring
 
@@ -65,8 +65,8 @@ class Models:
         """Raises ConfigError for a model directory that is not there, unless it lies below a run directory `to_come`;
         writes nothing."""
         below = [directory.resolve() for directory in to_come]
-        for name in wiring.of_role("policy", "critic", "rollout", "reference"):
-            model = getattr(wiring.tables[name], "model", None)
+        for name, table in wiring.tables.items():
+            model = getattr(table, "model", None)
             if model is not None and not any(directory in Path(model).resolve().parents for directory in below):
                 _require_model(f"groups.{name}.model", model)
 
@@ -84,26 +84,25 @@ class Models:
     def prepare(cls, config: Config, wiring: Wiring, run_dir: Path, *, anew: bool) -> Models:
         """Find every directory, write models that start from scratch (`anew`: again), load the tokenizer. Raises
         ConfigError, also for an architecture that the engines do not serve."""
-        from asyncrlhf.backends.torch.guard import guard_torchvision
         from asyncrlhf.backends.torch.model import read_config
-
-        guard_torchvision()
-        from transformers import AutoTokenizer
 
         directories: dict[str, str] = {}
         for name in wiring.of_role("policy", "critic"):
             directories[name] = _trained_directory(config, name, wiring.tables[name], run_dir, anew=anew)
         first = directories[wiring.of_role("policy", "critic")[0]]
-        for name in wiring.of_role("rollout", "reference"):
-            table: Any = wiring.tables[name]
-            directories[name] = table.model or directories.get(getattr(table, "follows", ""), first)
+        for name, table in wiring.tables.items():
+            if isinstance(table, TorchRollout | TorchScore | TorchReward):
+                directories[name] = table.model or directories.get(getattr(table, "follows", ""), first)
         for name, directory in directories.items():
             _under(f"groups.{name}", read_config, directory, getattr(wiring.tables[name], "head", "lm"))
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(first)
-            shape = json.loads((Path(first) / "config.json").read_bytes())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{first}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+        tokenizer, shape = _tokenizer(first), json.loads((Path(first) / "config.json").read_bytes())
+        for name in wiring.of_role("critic", "reference", "reward"):
+            other = directories.get(name, first)
+            if other != first and _tokenizer(other).get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(
+                    f"groups.{name}.model = {other!r} has another vocabulary than {first!r}, and is given token ids of "
+                    "the latter; use models that share a tokenizer"
+                )
         return cls(
             directories=directories,
             tokenizer=tokenizer,
@@ -157,7 +156,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
         if table is None:
             found[name] = (Place(group=name, rank=0, engine=RULES),)
             continue
-        engine = {"rollout": SAMPLER, "reference": SCORER}.get(role, TRAINER)
+        engine = {"rollout": SAMPLER, "reference": SCORER, "reward": SCORER}.get(role, TRAINER)
         found[name] = tuple(
             Place(
                 group=name,
@@ -212,12 +211,22 @@ def build_groups(
             )
         elif isinstance(table, TorchRollout):
             groups[name] = _rollout_group(config, name, table, where[name], models, runtime, gate, log)
-        elif isinstance(table, TorchScore):
-            options = _options(ScorerOptions, name, table, model=models.directories[name], temperature=temperature)
+        elif isinstance(table, TorchScore | TorchReward):
+            options = _options(
+                ScorerOptions,
+                name,
+                table,
+                model=models.directories[name],
+                temperature=temperature,
+                head=table.head,
+            )
             frozen = FrozenEngine(
                 log, runtime, _spec(where[name][0], options), call_timeout=patience, max_restarts=table.max_restarts
             )
-            groups[name] = ReferenceGroup(name, log, frozen)
+            if role == "reward":
+                groups[name] = RewardGroup(name, log, ModelScorer(frozen))
+            else:
+                groups[name] = ReferenceGroup(name, log, frozen)
         elif isinstance(table, Rules):
             options = _options(RuleOptions, name, table, where=f"groups.{name}")
             frozen = FrozenEngine(log, runtime, _spec(where[name][0], options), max_restarts=table.max_restarts)
@@ -340,6 +349,19 @@ def _trained_directory(config: Config, name: str, table: Any, run_dir: Path, *, 
                 f"{_first_line(error)}"
             ) from error
     return str(directory)
+
+
+def _tokenizer(directory: str) -> Any:
+    """Raises ConfigError if it cannot be loaded."""
+    from asyncrlhf.backends.torch.guard import guard_torchvision
+
+    guard_torchvision()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory}: the tokenizer cannot be loaded: {_first_line(error)}") from error
 
 
 def _require_model(key: str, model: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrlhf.abc import Runtime
-from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm
+from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm, state_numbers
 from asyncrlhf.build import Models, build_groups, ledger_rules, make_runtime, places, starters
 from asyncrlhf.config.derive import derive
 from asyncrlhf.config.groups import Compute
@@ -221,6 +221,7 @@ class Session:
             probe_gap=config.limits.logprob_gap,
             evaluator=self._evaluator(),
             after_step=self._after_step,
+            state=lambda: state_numbers(self.algorithm.state),
         )
         self.algorithm = self._algorithm()
         if resumed is not None and resumed.manifest.state is not None:
@@ -282,7 +283,9 @@ class Session:
     def _stream(self, dataset: Dataset, data: Data) -> PromptStream:
         tokenizer = self.models.tokenizer
         encoder = PromptEncoder(tokenizer, data)
-        return PromptStream(dataset, encoder, tokenizer, response=data.response, eos=self.models.eos)
+        return PromptStream(
+            dataset, encoder, tokenizer, response=data.response, rejected=data.rejected, eos=self.models.eos
+        )
 
     def _evaluator(self) -> Evaluator | None:
         evaluation, dataset = self.config.evaluation, self.stage.held_out

@@ -24,7 +24,7 @@ from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
 from asyncrlhf.groups import CriticGroup, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup
 from asyncrlhf.messages import Experience
-from asyncrlhf.ops import Loss
+from asyncrlhf.ops import KLControl, Loss
 
 __all__ = ("Wiring", "wire")
 
@@ -206,13 +206,13 @@ def _check(config: Config, wiring: Wiring) -> None:
                 f'"{optimizer.schedule}", which ends at train_steps = {config.train_steps}; lower the first or raise '
                 "the second"
             )
-    for name, loss in _losses(wiring):
-        if loss.level == "sequence" and config.at_deadline == "mask" and config.max_staleness > 0:
+    for name, value in _coefficients(wiring):
+        if isinstance(value, Loss) and value.level != "token" and config.at_deadline == "mask" and config.max_staleness:
             raise ConfigError(
                 f'at_deadline = "mask" cuts tokens out of rollouts, and settings.{name} of {config.algorithm} works on '
                 f'whole sequences; use at_deadline = "wait" or "drop", or max_staleness = 0, not {config.max_staleness}'
             )
-        for group in loss.needs_groups:
+        for group in value.needs_groups:
             if group not in wiring.roles:
                 raise ConfigError(
                     f"settings.{name} needs a group {group!r} with these coefficients, and there is none; add "
@@ -220,11 +220,11 @@ def _check(config: Config, wiring: Wiring) -> None:
                 )
 
 
-def _losses(wiring: Wiring) -> Iterator[tuple[str, Loss]]:
-    """The algorithm's losses by field name, as configured or by default."""
+def _coefficients(wiring: Wiring) -> Iterator[tuple[str, Loss | KLControl]]:
+    """The algorithm's losses and KL penalties by field name, as configured or by default."""
     for field in dataclasses.fields(cast(Any, wiring.algorithm)):
         value: object = wiring.settings.get(field.name, field.default)
         if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
-        if isinstance(value, Loss):
+        if isinstance(value, Loss | KLControl):
             yield field.name, value

@@ -43,7 +43,13 @@ class ScoreEngine(Engine, ABC):
 
     @abstractmethod
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
-        """Log-prob of every response token at the run's temperature: one float32 array [response length] per row."""
+        """Log-prob of every response token at the run's temperature: one float32 array [response length] per row.
+        Raises ValueError for a model without log-probs."""
+
+    @abstractmethod
+    def scores(self, batch: TrainBatch) -> Sequence[float]:
+        """The value after the last response token, one number per row: what a reward model thinks of an answer. Raises
+        ValueError for a model without values."""
 
 
 class RewardEngine(Engine, ABC):
@@ -70,8 +76,9 @@ class TrainEngine(ScoreEngine):
         """
 
     @abstractmethod
-    def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array]]:
-        """New columns: forward the model over `batch` if the transform needs it, then call the transform."""
+    def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array] | float]:
+        """New columns, one array per row, and measures, one number for the batch: forward the model over `batch` if the
+        transform needs it, then call the transform."""
 
     @abstractmethod
     def export(self, version: int) -> WeightHandle:

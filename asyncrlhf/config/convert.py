@@ -33,7 +33,7 @@ WORDS = {
 def convert(table: Mapping[str, Any], kind: type[T], where: str = "") -> T:
     """`table` as a `kind` (a Struct or a union of tagged Structs); `where` is its dotted place, e.g. "groups.rollout".
 
-    A union member is chosen by `backend`, "torch" when the key is missing. Raises ConfigError, in one line, for an
+    A union member is chosen by `backend`, the first when the key is missing. Raises ConfigError, in one line, for an
     unknown key at any depth (naming the nearest valid one), a wrong type, a value out of range, or a broken rule.
     """
     info = kinds.type_info(kind)
@@ -67,8 +67,8 @@ def _with_default_tag(table: Mapping[str, Any], kind: kinds.Type) -> dict[str, A
     members = _tagged(kind)
     if not members:
         return dict(table)
-    tag = "torch" if "torch" in members else next(iter(members))
-    return {str(members[tag].tag_field): tag, **table}
+    tag, first = next(iter(members.items()))
+    return {str(first.tag_field): tag, **table}
 
 
 def _keys(kind: kinds.Type) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from msgspec import Struct, field
 
@@ -23,7 +23,17 @@ from asyncrlhf.config.bounds import (
 )
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("ROLES", "OptimizerTable", "Rules", "Scratch", "TorchRollout", "TorchScore", "TorchTrain")
+__all__ = (
+    "ROLES",
+    "OptimizerTable",
+    "Rules",
+    "Scratch",
+    "TorchCritic",
+    "TorchReward",
+    "TorchRollout",
+    "TorchScore",
+    "TorchTrain",
+)
 
 
 class OptimizerTable(Table, frozen=True, kw_only=True):
@@ -110,6 +120,16 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
             raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
 
 
+class TorchCritic(TorchTrain, frozen=True, kw_only=True):
+    """A trained model with a value per token: a critic, or a reward model in the making. `model` may be a language
+    model, or one with a value head, such as a reward model."""
+
+    head: Head = "value"
+    """What sits on the trunk: one value per token, or token log-probs."""
+    new_head: bool = False
+    """Start the value head at 0 even if the directory has one: a critic that keeps a reward model's trunk only."""
+
+
 class TorchRollout(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
     """Engines that sample answers with the weights of the group they follow."""
 
@@ -152,15 +172,32 @@ class TorchRollout(Compute, frozen=True, kw_only=True, tag_field="backend", tag=
             )
 
 
-class TorchScore(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
-    """A frozen model that gives log-probs (reference)."""
+class TorchFrozen(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
+    """A frozen model that reads answers."""
 
-    model: Name | None = None
-    """Hugging Face directory; left out: the policy as the run starts."""
     micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
     max_restarts: Count = 3
     """Restarts of a lost engine in a row before the run fails; 0: none."""
+
+
+class TorchScore(TorchFrozen, frozen=True, kw_only=True):
+    """A frozen model that gives log-probs (reference)."""
+
+    model: Name | None = None
+    """Hugging Face directory; left out: the policy as the run starts."""
+    head: ClassVar[Head] = "lm"
+    """Which outputs are read."""
+
+
+class TorchReward(TorchFrozen, frozen=True, kw_only=True):
+    """A frozen reward model: the score of an answer is the value after its last token."""
+
+    model: Name
+    """Hugging Face directory with a value head, or one that classifies sequences with a single label; its tokenizer is
+    the policy's."""
+    head: ClassVar[Head] = "value"
+    """Which outputs are read."""
 
 
 class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
@@ -183,9 +220,9 @@ class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
 
 ROLES: dict[str, type[Struct]] = {
     "policy": TorchTrain,
-    "critic": TorchTrain,
+    "critic": TorchCritic,
     "rollout": TorchRollout,
     "reference": TorchScore,
-    "reward": Rules,
+    "reward": cast("type[Struct]", Rules | TorchReward),
 }
-"""The table of each role. A further backend makes an entry a union, told apart by the key `backend`."""
+"""The table of each role, or a union of them, told apart by the key `backend`; without it the first counts."""

@@ -25,6 +25,8 @@ from asyncrlhf.config.groups import ROLES as ROLES
 from asyncrlhf.config.groups import OptimizerTable as OptimizerTable
 from asyncrlhf.config.groups import Rules as Rules
 from asyncrlhf.config.groups import Scratch as Scratch
+from asyncrlhf.config.groups import TorchCritic as TorchCritic
+from asyncrlhf.config.groups import TorchReward as TorchReward
 from asyncrlhf.config.groups import TorchRollout as TorchRollout
 from asyncrlhf.config.groups import TorchScore as TorchScore
 from asyncrlhf.config.groups import TorchTrain as TorchTrain
@@ -42,6 +44,8 @@ __all__ = (
     "Publish",
     "Rules",
     "Scratch",
+    "TorchCritic",
+    "TorchReward",
     "TorchRollout",
     "TorchScore",
     "TorchTrain",
@@ -108,13 +112,16 @@ class Data(Table, frozen=True, kw_only=True):
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
     prompt: Name = "prompt"
-    """Column with the prompt: text, or a list of messages when `chat` is set."""
+    """Column with the prompt: text, or a list of messages when `chat` is set. Beside a `response` it may be empty: the
+    answer then follows the model's BOS (or else EOS) token."""
     ground_truth: str = "answer"
     """Column handed to reward functions as ground_truth; "": rows have none. Optional when `response` is set."""
     chat: bool = False
     """Put the prompt through the tokenizer's chat template."""
     response: Name | None = None
     """Column with the answer's text, to learn from directly (SFT); left out: answers are sampled."""
+    rejected: Name | None = None
+    """Column with the text of a worse answer than `response`, to learn a preference from (RewardModel)."""
     epochs: Positive | None = None
     """Passes over the rows; left out: as many as train_steps need. Required without train_steps."""
     shuffle: bool = True
@@ -126,6 +133,8 @@ class Data(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _require_one_source(self.path, self.source, self.options)
+        if self.rejected is not None and self.response is None:
+            raise ConfigError(f'rejected = "{self.rejected}" has no answer to be worse than; set response as well')
 
 
 class Evaluation(Table, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ that fails or is late is fenced, restarted, and joins at the newest version. `se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal
 
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from asyncrlhf.flow.gate import Gate
 from asyncrlhf.groups import RolloutGroup, TrainGroup
 from asyncrlhf.groups.rollout import Replica
 from asyncrlhf.messages import WeightHandle
-from asyncrlhf.observe.events import Fenced, Published, StepEnded
+from asyncrlhf.observe.events import Fenced, Measured, Published, StepEnded
 from asyncrlhf.observe.log import EventLog
 
 __all__ = ("Coordinator",)
@@ -40,15 +40,17 @@ class Coordinator:
         probe_gap: float = 0.0,
         evaluator: Evaluator | None = None,
         after_step: Callable[[int], Awaitable[None]] | None = None,
+        state: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`timeout`: seconds an engine may take for one phase. `probe_gap`: nats by which an engine that has committed
         weights may differ from the trainer before it is fenced; 0: it is not asked. `after_step(version)` is awaited at
-        each boundary."""
+        each boundary. `state`: the numbers in the algorithm's state, reported then."""
         self.publish_count = 0
         self._gate, self._trained, self._followers = gate, trained, followers
         self._emit, self._elapsed = log.emit, log.elapsed
         self._mode, self._timeout, self._evaluator, self._after_step = mode, timeout, evaluator, after_step
         self._probe_gap, self._largest_gap = probe_gap, 0.0
+        self._state = state
         self._members = Membership((r.key for f in followers for r in f.replicas), gate.ledger.step)
         self._weights: dict[str, WeightHandle] = {}
         self._whole: dict[str, WeightHandle] = {}
@@ -301,6 +303,8 @@ class Coordinator:
     def _end_step(self, step: int, *, void: bool, reason: str) -> None:
         ledger, now = self._gate.ledger, self._elapsed()
         account = ledger.account()
+        if numbers := self._state():
+            self._emit(Measured(group="state", train_step=step, metrics=numbers))
         self._emit(
             StepEnded(
                 train_step=step,

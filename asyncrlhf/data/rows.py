@@ -49,15 +49,19 @@ def problem_of(columns: object, data: Data) -> str | None:
         return f"a row is a {type(columns).__name__}, not an object with columns"
     row = cast(Mapping[str, Any], columns)
     needed = [data.prompt]
-    if data.response is not None:
-        needed.append(data.response)
+    answers = [name for name in (data.response, data.rejected) if name is not None]
+    if answers:
+        needed += answers
     elif data.ground_truth:
         needed.append(data.ground_truth)
     for name in needed:
         if name not in row:
             return f"no column {name!r} (it has {', '.join(map(repr, row)) or 'none'})"
-    if data.response is not None and (problem := _problem_of_text(data.response, row[data.response])):
-        return problem
+    for name in answers:
+        if problem := _problem_of_text(name, row[name]):
+            return problem
+    if answers and not data.chat and row[data.prompt] == "":
+        return None
     if data.chat and isinstance(row[data.prompt], list):
         return _problem_of_messages(data.prompt, cast(list[object], row[data.prompt]))
     problem = _problem_of_text(data.prompt, row[data.prompt])
@@ -102,7 +106,7 @@ def read_jsonl(path: str, data: Data, where: str) -> tuple[list[dict[str, Any]],
     if not rows:
         raise DataError(
             f'{where}.path = "{path}": all {len(malformed)} rows are malformed ({malformed[0]}); mend the file, or '
-            "name its columns in data.prompt, data.ground_truth and data.response"
+            "name its columns in data.prompt, data.ground_truth, data.response and data.rejected"
         )
     return rows, Report(path, len(rows), len(malformed), tuple(malformed[:NAMED]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncrlhf.data.prompts import PromptEncoder, Tokenizer
+from asyncrlhf.data.rows import Row
 from asyncrlhf.data.source import Dataset
 from asyncrlhf.errors import SampleError
 from asyncrlhf.messages import Prompt
@@ -11,13 +12,20 @@ __all__ = ("PromptStream",)
 
 
 class PromptStream:
-    """Rows by uid as Prompts; with a response column they carry their own answer and the end token."""
+    """Rows by uid as Prompts; with columns for them they carry their own answer, and a worse one, and the end token."""
 
     def __init__(
-        self, dataset: Dataset, encoder: PromptEncoder, tokenizer: Tokenizer, *, response: str | None, eos: int | None
+        self,
+        dataset: Dataset,
+        encoder: PromptEncoder,
+        tokenizer: Tokenizer,
+        *,
+        response: str | None,
+        rejected: str | None,
+        eos: int | None,
     ) -> None:
         self._dataset, self._encoder, self._tokenizer = dataset, encoder, tokenizer
-        self._response, self._eos = response, eos
+        self._response, self._rejected, self._eos = response, rejected, eos
 
     def has(self, uid: int) -> bool:
         return self._dataset.has(uid)
@@ -25,13 +33,6 @@ class PromptStream:
     def prompt(self, uid: int, attempt: int, version: int) -> Prompt:
         row = self._dataset.row(uid)
         encoded = self._encoder.encode(uid, row)
-        target: tuple[int, ...] = ()
-        if self._response is not None:
-            text = row.columns.get(self._response)
-            if not isinstance(text, str) or not text:
-                raise SampleError(f"prompt {uid}: column {self._response!r} holds {text!r}, not the text of an answer")
-            target = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-            target += () if self._eos is None else (self._eos,)
         return Prompt(
             uid=uid,
             epoch=self._dataset.epoch(uid),
@@ -40,9 +41,19 @@ class PromptStream:
             token_ids=encoded.token_ids,
             text=encoded.text,
             ground_truth=encoded.ground_truth,
-            target_token_ids=target,
+            target_token_ids=self._answer(uid, row, self._response),
+            rejected_token_ids=self._answer(uid, row, self._rejected),
             columns=encoded.columns,
         )
 
     def release(self, uid: int) -> None:
         self._dataset.release(uid)
+
+    def _answer(self, uid: int, row: Row, column: str | None) -> tuple[int, ...]:
+        if column is None:
+            return ()
+        text = row.columns.get(column)
+        if not isinstance(text, str) or not text:
+            raise SampleError(f"prompt {uid}: column {column!r} holds {text!r}, not the text of an answer")
+        end = () if self._eos is None else (self._eos,)
+        return (*self._tokenizer.encode(text, add_special_tokens=False), *end)

@@ -4,14 +4,17 @@ again. Callers wait for the engine, and while it is down for its restart."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import EngineLost, GroupError
 from asyncrlhf.groups.group import emit_busy, within
 from asyncrlhf.groups.supervisor import RestartBudget
-from asyncrlhf.messages import EngineEvent
+from asyncrlhf.messages import ArrayColumn, EngineEvent, Rollout, TrainBatch
 from asyncrlhf.observe.events import Restarted
 from asyncrlhf.observe.log import EventLog
 
@@ -51,6 +54,12 @@ class FrozenEngine:
                 return await self.attempt(verb, *arguments)
             except EngineLost:
                 continue
+
+    async def read(self, verb: str, rollouts: Sequence[Rollout]) -> list[Sequence[Any]]:
+        """What a verb of a model gives for every answer of each rollout; one forward reads them all."""
+        rows: Sequence[Any] = await self.call(verb, _batch_of(rollouts))
+        ends = list(itertools.accumulate(len(rollout.samples) for rollout in rollouts))
+        return [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     async def attempt(self, verb: str, *arguments: Any) -> Any:
         """The result of one call to the engine that serves. Raises EngineLost if it is lost meanwhile."""
@@ -103,3 +112,19 @@ class FrozenEngine:
     def _events(self, events: Sequence[EngineEvent]) -> None:
         for event in events:  # that an engine is lost is seen by its calls
             emit_busy(self._log, self.spec.group, self.spec.rank, event)
+
+
+def _batch_of(rollouts: Sequence[Rollout]) -> TrainBatch:
+    """The rows of some rollouts, to be read by a frozen model."""
+    rows = [(g, r.prompt.token_ids, s.token_ids) for g, r in enumerate(rollouts) for s in r.samples]
+    lengths = tuple(len(response) for _, _, response in rows)
+    return TrainBatch(
+        train_step=0,
+        prompt_lengths=tuple(len(prompt) for _, prompt, _ in rows),
+        response_lengths=lengths,
+        unmasked=lengths,
+        rollouts=tuple(g for g, _, _ in rows),
+        columns={
+            "token_ids": ArrayColumn("sequence", tuple(np.array(p + r, np.int32) for _, p, r in rows)),
+        },
+    )

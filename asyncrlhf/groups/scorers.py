@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from asyncrlhf.errors import EngineLost, SampleError
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.messages import PerSample, Rollout, ScoreRequest
 
-__all__ = ("RuleScorer", "Scorer")
+__all__ = ("ModelScorer", "RuleScorer", "Scorer")
 
 
 PATIENCE = 5.0
@@ -85,3 +86,38 @@ class RuleScorer:
                 )
         except EngineLost:
             return
+
+
+class ModelScorer:
+    """Scores with a reward model. Rollouts that wait for the forward before theirs are read together in the next."""
+
+    def __init__(self, engine: FrozenEngine) -> None:
+        self._engine = engine
+        self._waiting: dict[asyncio.Future[PerSample], Rollout] = {}
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def score(self, rollout: Rollout) -> PerSample:
+        reply: asyncio.Future[PerSample] = asyncio.get_running_loop().create_future()
+        self._waiting[reply] = rollout
+        try:
+            async with self._turn:
+                if not reply.done():
+                    await self._read()
+            scores = reply.result()
+        finally:
+            self._waiting.pop(reply, None)
+        for number, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise SampleError(f"uid {rollout.prompt.uid}, answer {number}: the reward model gave {score}")
+        return scores
+
+    async def _read(self) -> None:
+        """All that wait, in one forward. Who is cancelled meanwhile leaves the others waiting for the next turn."""
+        waiting = dict(self._waiting)
+        found = await self._engine.read("scores", list(waiting.values()))
+        for reply, scores in zip(waiting, found, strict=True):
+            if self._waiting.pop(reply, None) is not None:
+                reply.set_result(tuple(scores))

@@ -20,7 +20,7 @@ from asyncrlhf.messages import (
     WeightHandle,
     pack,
 )
-from asyncrlhf.observe.events import OptimizerStep, Warned
+from asyncrlhf.observe.events import Measured, OptimizerStep, Warned
 from asyncrlhf.observe.log import EventLog
 
 if TYPE_CHECKING:
@@ -76,8 +76,11 @@ class TrainGroup(Group):
         """One optimizer step on all rows of `batch`, which may be a mini-batch of a popped one.
 
         Raises GroupError if the engine fails, ValueError if a further step follows one on the whole batch although the
-        correction needs the log-probs from before it: take all steps from `batch.minibatches(count, epochs=...)`.
+        correction needs the log-probs from before it: take all steps from `batch.minibatches(count, epochs=...)`, or if
+        a loss that works on whole rollouts gets parts of them.
         """
+        if loss.level == "rollout":
+            batch.require_whole_rollouts()
         if self._needs_proximal:
             async with self._before_update:
                 batch = await self._with_proximal(batch, loss.uses_masked_rows)
@@ -89,9 +92,19 @@ class TrainGroup(Group):
         return ArrayColumn("token", tuple(rows))
 
     async def apply(self, transform: Transform, batch: TrainBatch) -> TrainBatch:
-        """The batch with the columns that a transform computes beside this model (GAE beside the critic)."""
-        columns: dict[str, Sequence[Array]] = await self.ask("apply", pack(transform), batch.without_origin())
-        return batch.with_columns(**{name: ArrayColumn("token", tuple(rows)) for name, rows in columns.items()})
+        """The batch with the columns that a transform computes beside this model (GAE beside the critic); what it
+        measures is reported."""
+        found: dict[str, Sequence[Array] | float] = await self.ask("apply", pack(transform), batch.without_origin())
+        columns: dict[str, ArrayColumn] = {}
+        measures: dict[str, float] = {}
+        for name, value in found.items():
+            if isinstance(value, int | float):
+                measures[name] = value
+            else:
+                columns[name] = ArrayColumn("token", tuple(value))
+        if measures:
+            self.emit(Measured(group=self.name, train_step=batch.train_step, metrics=measures))
+        return batch.with_columns(**columns)
 
     # ---- control lane ------------------------------------------------------------------------------------------
     async def export(self, version: int) -> WeightHandle:

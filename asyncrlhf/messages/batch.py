@@ -8,15 +8,18 @@ object store) brings its own Column, and the rows travel when an engine calls `f
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ("Array", "ArrayColumn", "Column", "Joined", "Level", "TrainBatch")
+__all__ = ("Array", "ArrayColumn", "Column", "Joined", "Level", "Statistics", "TrainBatch")
 
 Array = NDArray[np.generic]
 Level = Literal["sequence", "token", "sample"]
@@ -71,6 +74,22 @@ def _arrived(level: Level, rows: Sequence[Array]) -> ArrayColumn:
     return ArrayColumn(level, tuple(rows))
 
 
+class Statistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Of some numbers. `a + b` are those of all of them together (Chan, Golub and LeVeque 1979)."""
+
+    count: int = 0
+    mean: float = 0.0
+    deviation: float = 0.0
+    """The root of the mean squared distance from the mean."""
+
+    def __add__(self, other: Statistics) -> Statistics:
+        count = self.count + other.count
+        share = other.count / count if count else 0.0
+        apart = other.mean - self.mean
+        variance = (1 - share) * self.deviation**2 + share * other.deviation**2 + share * (1 - share) * apart**2
+        return Statistics(count=count, mean=self.mean + share * apart, deviation=math.sqrt(variance))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """Rows to train on in train step `train_step`.
@@ -114,6 +133,22 @@ class TrainBatch:
     def popped(self) -> TrainBatch:
         """The popped batch that these rows come from."""
         return self if self.origin is None else self.origin
+
+    def statistics(self, name: str) -> Statistics:
+        """Of a column with one number a row."""
+        numbers = np.concatenate(self.columns[name].fetch()).astype(np.float64)
+        return Statistics(count=len(numbers), mean=float(numbers.mean()), deviation=float(numbers.std()))
+
+    def require_whole_rollouts(self) -> None:
+        """Raises ValueError if a rollout has rows in this batch and others elsewhere."""
+        here, popped = Counter(self.rollouts), Counter(self.popped.rollouts)
+        for rollout, count in here.items():
+            if count != popped[rollout]:
+                raise ValueError(
+                    f"rollout {rollout} has {popped[rollout]} rows, of which {count} are in this mini-batch; a loss "
+                    'with level "rollout" needs them together: step on the whole batch, and set prompts_per_step lower '
+                    "for more optimizer steps"
+                )
 
     def take(self, rows: Sequence[int]) -> TrainBatch:
         """The batch of these rows, in this order."""

@@ -129,4 +129,4 @@ class StepResult(Message, frozen=True, kw_only=True):
     reason: Literal["", "not_finite", "empty"] = ""
     metrics: Mapping[str, float] = {}
     """Means over unmasked tokens unless the name says otherwise: loss, entropy, grad_norm, learning_rate,
-    clip_fraction, kl_behaviour, ratio_max, logprob_gap."""
+    kl_behaviour, ratio_max, logprob_gap, and the loss's own measures."""

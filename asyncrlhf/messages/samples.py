@@ -41,6 +41,8 @@ class Prompt(Message, frozen=True, kw_only=True):
     ground_truth: Any = None
     target_token_ids: tuple[int, ...] = ()
     """The data set's own answer with the end token, where `data.response` names one; empty otherwise."""
+    rejected_token_ids: tuple[int, ...] = ()
+    """A worse answer with the end token, where `data.rejected` names one; empty otherwise."""
     columns: Mapping[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """The other columns of the data row, passed to the reward function by name."""
 
@@ -91,12 +93,23 @@ class Rollout(Message, frozen=True, kw_only=True):
     @classmethod
     def from_data(cls, prompt: Prompt) -> Rollout:
         """The data set's own answer as a rollout of one sample. Raises ValueError if the row has none."""
-        tokens = prompt.target_token_ids
-        if not tokens:
-            raise ValueError(f"uid {prompt.uid} has no answer of its own; name its column in data.response")
-        segment = Segment(version=prompt.version, token_count=len(tokens), source="data")
-        sample = Sample(token_ids=tokens, logprobs=(0.0,) * len(tokens), segments=(segment,), finish_reason="stop")
-        return cls(prompt=prompt, samples=(sample,))
+        return cls._of_data(prompt, response=prompt.target_token_ids)
+
+    @classmethod
+    def pair_from_data(cls, prompt: Prompt) -> Rollout:
+        """The data set's own answer and its rejected one, in this order. Raises ValueError if the row lacks either."""
+        return cls._of_data(prompt, response=prompt.target_token_ids, rejected=prompt.rejected_token_ids)
+
+    @classmethod
+    def _of_data(cls, prompt: Prompt, **answers: tuple[int, ...]) -> Rollout:
+        samples: list[Sample] = []
+        for key, tokens in answers.items():
+            if not tokens:
+                raise ValueError(f"uid {prompt.uid} has no answer of its own; name its column in data.{key}")
+            segment = Segment(version=prompt.version, token_count=len(tokens), source="data")
+            logprobs = (0.0,) * len(tokens)
+            samples.append(Sample(token_ids=tokens, logprobs=logprobs, segments=(segment,), finish_reason="stop"))
+        return cls(prompt=prompt, samples=tuple(samples))
 
 
 class Experience(Message, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ __all__ = (
     "Fenced",
     "Granted",
     "GroupShape",
+    "Measured",
     "Number",
     "OptimizerStep",
     "Popped",
@@ -155,6 +156,15 @@ class OptimizerStep(Event, frozen=True):
     seconds: float
 
 
+class Measured(Event, frozen=True):
+    """Numbers beside those of an optimizer step: what a transform of `group` measured of a batch, or, with the group
+    "state", what the algorithm's state says at the end of the step."""
+
+    group: str
+    train_step: int
+    metrics: Mapping[str, Number]
+
+
 class StepEnded(Event, frozen=True):
     """Train step `train_step` is over, `seconds` after the previous one ended (or after the start).
 
@@ -276,6 +286,7 @@ AnyEvent = (
     | Settled
     | Popped
     | OptimizerStep
+    | Measured
     | StepEnded
     | Published
     | EngineBusy

@@ -13,6 +13,7 @@ from asyncrlhf.observe.events import (
     EngineBusy,
     Evaluated,
     Event,
+    Measured,
     Number,
     OptimizerStep,
     Popped,
@@ -49,10 +50,14 @@ class Metrics:
     `busy/<group>` is in seconds (mean over its engines), `busy/generate` and `busy/train` are shares of `time/step`.
     `tokens/*`, `leases/*`, `staleness/expired`, `staleness/dropped` (leases), `optimizer_steps`, `rejected_steps`
     (applied and rejected optimizer steps of every group), `void_steps` and `nonfinite_values` count from the run's
-    start. `loss/<metric>` is the policy's mean over the applied optimizer steps of the step; other groups have
-    `<group>/<metric>`. `probe_gap` is the largest difference between a rollout engine and its trainer right after a
-    publish, on fixed tokens, in nats. A mean over anything not finite is null. An evaluation is in the row of the next
-    step to end.
+    start. `loss/<metric>` is the policy's mean over the applied optimizer steps of the step; without a policy, that of
+    the first trained group. Other groups have `<group>/<metric>`, for example `critic/loss`, `critic/grad_norm`,
+    `critic/learning_rate`; <metric> may be a measure of the group's loss (`loss/clip_fraction`, `critic/clip_fraction`,
+    `loss/accuracy`) or of a transform computed beside it (`critic/explained_variance`, `critic/scaled_reward`).
+    `state/<field>` are the numbers in the algorithm's state (PPO: `state/kl` to the reference in nats per answer,
+    `state/kl_coefficient`, `state/rewards/mean`). `probe_gap` is the largest difference between a rollout engine and
+    its trainer right after a publish, on fixed tokens, in nats. A mean over anything not finite is null. An evaluation
+    is in the row of the next step to end.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -63,7 +68,7 @@ class Metrics:
             ("optimizer_steps", "rejected_steps", "void_steps", "nonfinite_values", "expired", "dropped"), 0
         )
         self._popped: Popped | None = None
-        self._steps: list[OptimizerStep] = []
+        self._steps: list[OptimizerStep | Measured] = []
         self._evaluated: Evaluated | None = None
         self._times = self._no_times()
         self._probe_gap: float | None = None
@@ -108,6 +113,9 @@ class Metrics:
                 self._popped = event
             case OptimizerStep():
                 self._optimizer_step(event)
+            case Measured():
+                self._count_nonfinite(event.metrics.values())
+                self._steps.append(event)
             case Published():
                 self._times["time/publish"] += event.seconds
                 self._times["time/exposed_sync"] += event.exposed
@@ -205,13 +213,14 @@ def _popped_cells(popped: Popped | None) -> dict[str, Cell]:
     }
 
 
-def _metric_cells(steps: list[OptimizerStep], policy: str) -> dict[str, Cell]:
-    """Means over the applied optimizer steps; null where none was applied or one value was not finite."""
+def _metric_cells(steps: list[OptimizerStep | Measured], policy: str) -> dict[str, Cell]:
+    """Means over the applied optimizer steps, and what else was measured; null where no step was applied or one value
+    was not finite."""
     values: dict[str, list[Number]] = {}
     for step in steps:
         for metric, value in step.metrics.items():
             own = values.setdefault(_cell_name(step.group, metric, policy), [])
-            if step.applied:
+            if isinstance(step, Measured) or step.applied:
                 own.append(finite(value))
     cells: dict[str, Cell] = {"logprob_gap": None}
     for name, found in values.items():

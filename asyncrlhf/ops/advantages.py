@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
     from asyncrlhf.ops.batch import MicroBatch, TokenStats
 
-__all__ = ("GAE", "gae", "whiten")
+__all__ = ("GAE", "gae", "on_last_token", "whiten")
 
 
 class GAE(Transform, frozen=True, kw_only=True):
     """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438 eq. 16) with a critic's values.
 
     Returns the columns `advantages`, `returns` (the critic's target, advantages before whitening + values) and
-    `values`. The reward of a token is the column `token_rewards` if there is one; else the row's reward falls on its
-    last token. All tokens count, masked ones too: masks apply to gradients only.
+    `values`, and the measure `explained_variance` = 1 - Var(returns - values) / Var(returns) of unmasked tokens, if
+    there are two. The reward of a token is the column `token_rewards` if there is one; else the row's reward falls on
+    its last token. All tokens count, masked ones too: masks apply to gradients only.
     """
 
     needs_forward: ClassVar[bool] = True
@@ -40,12 +41,15 @@ class GAE(Transform, frozen=True, kw_only=True):
         if new is None or new.values is None:
             raise ValueError("GAE needs values; apply it to a group whose model has head = 'value'")
         values = new.values.detach()
-        rewards = batch.token_rewards if "token_rewards" in batch else _on_last_token(batch.rewards, batch.lengths)
+        rewards = batch.token_rewards if "token_rewards" in batch else on_last_token(batch.rewards, batch.lengths)
         advantages = gae(rewards, values, batch.lengths, self.gamma, self.lam)
-        returns = advantages + values
+        found = {"advantages": advantages, "returns": advantages + values, "values": values}
+        kept = batch.mask > 0
+        if kept.sum() > 1:
+            found["explained_variance"] = 1 - advantages[kept].var() / found["returns"][kept].var().clamp(min=1e-8)
         if self.whiten:
-            advantages = whiten(advantages, batch.mask)
-        return {"advantages": advantages, "returns": returns, "values": values}
+            found["advantages"] = whiten(advantages, batch.mask)
+        return found
 
 
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:
@@ -88,7 +92,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return centred / (chosen.std() + 1e-8)
 
 
-def _on_last_token(rewards: Tensor, lengths: Tensor) -> Tensor:
+def on_last_token(rewards: Tensor, lengths: Tensor) -> Tensor:
     """[T] rewards that repeat their row's number at each of its tokens -> 0 but at the last token of each row."""
     last = lengths.cumsum(0)[lengths > 0] - 1
     return rewards.new_zeros(rewards.shape).index_copy(0, last, rewards[last])

@@ -24,7 +24,8 @@ class TokenStats:
     entropy: Tensor | None = None
     """[T] entropy of the distribution each token came from; filled when the loss `needs` "entropy"."""
     values: Tensor | None = None
-    """[T] value of the state each token was chosen in; filled for a model with a value head."""
+    """[T] value of the state each token was chosen in, or for a loss with `after_token` of the one it led to; filled
+    for a model with a value head."""
 
 
 class MicroBatch:
@@ -35,14 +36,16 @@ class MicroBatch:
     columns there are.
     """
 
-    __slots__ = ("_columns", "_sequence_of_token", "lengths")
+    __slots__ = ("_columns", "_rollout_of_row", "_sequence_of_token", "lengths")
 
-    def __init__(self, lengths: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """`lengths`: int64 [R]. `columns`: [T] per token, or [R] per row under a name that starts with "sample:"."""
+    def __init__(self, lengths: Tensor, columns: Mapping[str, Tensor], rollouts: Tensor | None = None) -> None:
+        """`lengths`: int64 [R]. `columns`: [T] per token, or [R] per row under a name that starts with "sample:".
+        `rollouts`: int64 [R], equal for rows of one rollout, 0 or more; None: each row is one of its own."""
         import torch
 
         self.lengths = lengths
         """int64 [R]: response tokens of each row."""
+        self._rollout_of_row = torch.arange(len(lengths), device=lengths.device) if rollouts is None else rollouts
         self._sequence_of_token = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         self._columns = {
             name.removeprefix("sample:"): column[self._sequence_of_token] if name.startswith("sample:") else column
@@ -63,10 +66,27 @@ class MicroBatch:
 
     def sum_by_sequence(self, per_token: Tensor) -> Tensor:
         """[T] -> [T]: every token gets the sum over its own row's unmasked tokens. Differentiable."""
-        masked = per_token.masked_fill(self.mask == 0, 0.0)
-        sums = per_token.new_zeros(len(self.lengths)).index_add(0, self._sequence_of_token, masked)
-        return sums[self._sequence_of_token]
+        return self._row_sums(per_token)[self._sequence_of_token]
 
     def mean_by_sequence(self, per_token: Tensor) -> Tensor:
         """[T] -> [T]: every token gets the mean over its own row's unmasked tokens (0 for a row without one)."""
         return self.sum_by_sequence(per_token) / self.sum_by_sequence(self.mask).clamp(min=1.0)
+
+    def last_of_sequence(self, per_token: Tensor) -> Tensor:
+        """[T] -> [T]: every token gets the value at its own row's last token. Differentiable."""
+        return per_token[self.lengths.cumsum(0)[self._sequence_of_token] - 1]
+
+    def mean_by_rollout(self, per_token: Tensor) -> Tensor:
+        """[T] -> [T]: every token gets the mean over its rollout's rows of each row's mean; rows without an unmasked
+        token do not count. Differentiable; only a loss with level "rollout" sees all rows of a rollout at once."""
+        counts = self._row_sums(self.mask)
+        means, present = self._row_sums(per_token) / counts.clamp(min=1.0), (counts > 0).to(per_token.dtype)
+        zeros = per_token.new_zeros(int(self._rollout_of_row.max()) + 1 if len(self.lengths) else 0)
+        sums = zeros.index_add(0, self._rollout_of_row, means)
+        rows = zeros.index_add(0, self._rollout_of_row, present)
+        return (sums / rows.clamp(min=1.0))[self._rollout_of_row[self._sequence_of_token]]
+
+    def _row_sums(self, per_token: Tensor) -> Tensor:
+        """[T] -> [R]: sums over unmasked tokens."""
+        masked = per_token.masked_fill(self.mask == 0, 0.0)
+        return per_token.new_zeros(len(self.lengths)).index_add(0, self._sequence_of_token, masked)

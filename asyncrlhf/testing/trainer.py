@@ -101,6 +101,11 @@ class FakeScorer(ScoreEngine):
         rows = zip(batch.columns["token_ids"].fetch(), batch.response_lengths, strict=True)
         return [(row[len(row) - length :].astype(np.float32) % 32 / -32).astype(np.float32) for row, length in rows]
 
+    def scores(self, batch: TrainBatch) -> list[float]:
+        """A multiple of 1/8 between 0 and 1 for every row, from its response tokens alone; as FakeReward gives."""
+        rows = zip(batch.columns["token_ids"].fetch(), batch.response_lengths, strict=True)
+        return [int(row[len(row) - length :].astype(np.int64).sum()) % 9 / 8 for row, length in rows]
+
 
 class FakeTrainer(FakeScorer, TrainEngine):
     """A model of four numbers. The gradient is a sum over unmasked tokens in row order, so it is exact.
@@ -135,7 +140,7 @@ class FakeTrainer(FakeScorer, TrainEngine):
         self.steps += 1
         return StepResult(applied=True, metrics={"loss": gradient[0], "grad_norm": math.hypot(*gradient)})
 
-    def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array]]:
+    def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array] | float]:
         """Columns that a critic would give: `advantages`, `returns` and `values`."""
         rewards = batch.columns["rewards"].fetch()
         value = np.float32(self.weights["w"][0])

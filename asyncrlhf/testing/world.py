@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from asyncrlhf.abc import EngineSpec
-from asyncrlhf.algorithm import Algorithm
+from asyncrlhf.algorithm import Algorithm, state_numbers
 from asyncrlhf.control.checkpoint import Manifest
 from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.control.evaluation import Evaluator
@@ -88,6 +88,7 @@ async def build_run(
         probe_gap=scenario.probe_gap,
         evaluator=_evaluator(run),
         after_step=run.after_step,
+        state=lambda: state_numbers(run.algorithm.state),
     )
     fields: dict[str, Any] = {**settings, **run.groups}
     for name, hint in hints.items():

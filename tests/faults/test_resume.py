@@ -63,7 +63,7 @@ def test_a_completed_run_trains_on_with_more_train_steps(forks: Forks, trained: 
     ("override", "words"),
     [
         ("seed=1", "seed was 0 when run/checkpoints/step-000004 was made and is 1 now"),
-        ("algorithm=algorithms.grpo:RLOO", "algorithm was 'algorithms.grpo:GRPO' when"),
+        ("algorithm=algorithms.variants:RLOO", "algorithm was 'algorithms.grpo:GRPO' when"),
         ("data.options.rows=44", "'rows': 48} when run/checkpoints/step-000004 was made and is {"),
         ("data.shuffle=false", "data.shuffle was True when run/checkpoints/step-000004 was made and is False now"),
         ("groups.policy.scratch.config.hidden_size=32", "groups.policy.scratch was {"),

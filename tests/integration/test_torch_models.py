@@ -86,7 +86,8 @@ def test_a_critic_starts_at_zero_gives_gae_and_learns_its_returns(model: str, sp
     critic = trainer(model, head="value", **split)
     batch = make_batch()
     columns = critic.apply(pack(GAE(gamma=0.9, lam=0.8, whiten=False)), batch)
-    assert columns.keys() == {"advantages", "returns", "values"}
+    assert columns.keys() == {"advantages", "returns", "values", "explained_variance"}
+    assert abs(columns.pop("explained_variance")) < 1e-6, "values are 0: they explain nothing"
     for row, reward in enumerate(batch.columns["rewards"].fetch()):
         assert not columns["values"][row].any()
         length = batch.response_lengths[row]

@@ -37,6 +37,7 @@ class Rows:
         self.batch, self.device = batch, device
         self.prompt_lengths = np.asarray(batch.prompt_lengths, dtype=np.int64)
         self.lengths = np.asarray(batch.response_lengths, dtype=np.int64)
+        self.rollouts = np.asarray(batch.rollouts, dtype=np.int64)
         if len(self.lengths) and self.prompt_lengths.min() < 1:
             raise ValueError(f"row {int(self.prompt_lengths.argmin())} has no prompt token to predict its answer from")
         self._token_starts = starts_of(self.lengths)
@@ -62,16 +63,26 @@ class Rows:
                 found[f"sample:{name}"] = self._to_device(_finite_where(values, self.unmasked == 0))
         return found
 
-    def forwards(self, cut: Cut, rows: Integers | None = None, *, flash: bool = False) -> Iterator[Forward]:
+    def forwards(
+        self,
+        cut: Cut,
+        rows: Integers | None = None,
+        *,
+        flash: bool = False,
+        whole_rollouts: bool = False,
+        after: bool = False,
+    ) -> Iterator[Forward]:
         """One Forward per micro-batch of `rows` (all of them by default) that have a response token.
 
-        `flash`: rows of a packed bin are told apart by their cumulative lengths instead of a mask.
+        `flash`: rows of a packed bin are told apart by their cumulative lengths instead of a mask. `whole_rollouts`:
+        rows of one rollout stay in one micro-batch. `after`: what is asked of a token is read after it, not before.
         """
         chosen = np.arange(len(self.lengths)) if rows is None else rows
         chosen = chosen[self.lengths[chosen] > 0]
-        keys = self._prompt_keys() if cut.layout == "shared" else ()
-        for part in cut.plan(self.prompt_lengths, self.lengths, chosen, keys):
-            yield self._forward(part, flash)
+        together = self.rollouts if whole_rollouts else None
+        keys = () if cut.layout != "shared" else self._prompt_keys() if together is None else together.tolist()
+        for part in cut.plan(self.prompt_lengths, self.lengths + after, chosen, keys, together):
+            yield self._forward(part, flash, int(after))
 
     def pick(self, columns: dict[str, Tensor], forward: Forward) -> dict[str, Tensor]:
         """The columns of the tokens and rows of one forward, to make a MicroBatch of."""
@@ -83,26 +94,28 @@ class Rows:
 
     def micro_batch(self, columns: dict[str, Tensor], forward: Forward | None = None) -> MicroBatch:
         """The MicroBatch of one forward, or of all rows in their order."""
-        lengths = self.lengths if forward is None else self.lengths[forward.rows]
-        return MicroBatch(self._to_device(lengths), columns)
+        rows = np.arange(len(self.lengths)) if forward is None else forward.rows
+        rollouts = np.unique(self.rollouts[rows], return_inverse=True)[1]
+        return MicroBatch(self._to_device(self.lengths[rows]), columns, self._to_device(rollouts))
 
     def _prompt_keys(self) -> list[bytes]:
         ends = self._sequence_starts + self.prompt_lengths
         places = zip(self._sequence_starts.tolist(), ends.tolist(), strict=True)
         return [self._ids[start:end].tobytes() for start, end in places]
 
-    def _forward(self, part: Part, flash: bool) -> Forward:
+    def _forward(self, part: Part, flash: bool, after: int) -> Forward:
         rows = part.rows
         prompts, lengths = self.prompt_lengths[rows], self.lengths[rows]
         own_prompts = np.where(part.brings_prompt, prompts, 0)
-        own = own_prompts + lengths - 1
+        own = own_prompts + lengths - 1 + after
         places = ranges(part.bin * part.width + part.start, own)
         shape = (part.bins, part.width)
         ids = np.zeros(shape, dtype=np.int64)
         skipped = prompts - own_prompts
         ids.ravel()[places] = self._ids[ranges(self._sequence_starts[rows] + skipped, own)]
-        hidden = ranges(part.bin * part.width + part.start + own_prompts - 1, lengths)
-        hidden[starts_of(lengths)] = part.bin * part.width + part.prompt_start + prompts - 1
+        hidden = ranges(part.bin * part.width + part.start + own_prompts - 1 + after, lengths)
+        if not after:
+            hidden[starts_of(lengths)] = part.bin * part.width + part.prompt_start + prompts - 1
         arguments = {
             "input_ids": self._to_device(ids),
             "hidden_index": self._to_device(hidden),

@@ -60,32 +60,43 @@ class Cut:
     work."""
 
     def plan(
-        self, prompts: Integers, answers: Integers, rows: Integers, prompt_keys: Sequence[object] = ()
+        self,
+        prompts: Integers,
+        answers: Integers,
+        rows: Integers,
+        prompt_keys: Sequence[object] = (),
+        together: Integers | None = None,
     ) -> list[Part]:
         """Micro-batches that hold each of `rows` once, rows of similar length together.
 
         `prompts`, `answers`: int64 [R] lengths of all rows, answers 1 or more. `prompt_keys`: for "shared", equal for
-        equal prompts.
+        equal prompts. `together`: int64 [R], rows with the same number stay in one micro-batch, whatever its size, and
+        for "shared" have the same key.
         """
         order = rows[np.argsort((prompts + answers)[rows], kind="stable")]
         if self.layout == "shared":
             units = self._units(prompts, answers, order, prompt_keys)
         else:
             units = [[row] for row in order.tolist()]
-        lengths = [_unit_length(prompts, answers, unit) for unit in units]
-        by_length = sorted(range(len(units)), key=lengths.__getitem__)
+        blocks: dict[int, list[list[int]]] = {}
+        for number, unit in enumerate(units):
+            blocks.setdefault(number if together is None else int(together[unit[0]]), []).append(unit)
+        lengths = {key: [_unit_length(prompts, answers, unit) for unit in block] for key, block in blocks.items()}
         parts: list[Part] = []
         chosen: list[list[int]] = []
-        total = row_count = 0
-        for i in by_length:
-            unit, length = units[i], lengths[i]
-            row_count += len(unit)
-            total = length * (len(chosen) + 1) if self.layout == "padded" else total + length
-            full = row_count > self.rows if self.rows else total > self.tokens
-            if chosen and full:
+        total = 0
+        for key in sorted(blocks, key=lambda key: max(lengths[key])):
+            block, longest = blocks[key], max(lengths[key])
+            if self.rows:
+                size = sum(map(len, block))
+            else:
+                size = longest * len(block) if self.layout == "padded" else sum(lengths[key])
+            before = longest * len(chosen) if self.layout == "padded" and not self.rows else total
+            if chosen and before + size > (self.rows or self.tokens):
                 parts.append(self._part(prompts, answers, chosen))
-                chosen, total, row_count = [], length, len(unit)
-            chosen.append(unit)
+                chosen, before = [], 0
+            chosen += block
+            total = before + size
         if chosen:
             parts.append(self._part(prompts, answers, chosen))
         return parts

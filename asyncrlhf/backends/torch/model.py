@@ -48,10 +48,13 @@ class Model:
         dtype: Dtype = "float32",
         device: str = "auto",
         head: Literal["lm", "value"] = "lm",
+        new_head: bool = False,
         packed: bool = False,
         trained: bool = False,
     ) -> None:
-        """Raises ConfigError: no such directory or device, an architecture without plain full attention."""
+        """`new_head`: start the value head at 0 even if the directory has one. Raises ConfigError: no such directory or
+        device, an architecture without plain full attention, missing weights (those of a value head that is to be
+        trained start at 0)."""
         self.directory = Path(directory)
         if not (self.directory / "config.json").is_file():
             raise ConfigError(f"model = {str(directory)!r} has no config.json; give a Hugging Face model directory")
@@ -67,7 +70,10 @@ class Model:
             DTYPES["float32" if trained else dtype],
             head,
             FLASH if self.uses_flash else ATTENTION,
+            trained=trained,
         )
+        if new_head:
+            _zero(self.module.score, [name for name, _ in self.module.score.named_parameters()])
         self.module.to(self.device).requires_grad_(trained).eval()
         self.vocabulary_size = int(self.module.config.get_text_config().vocab_size)
         self._selected: Tensor | None = None
@@ -193,7 +199,7 @@ def read_config(directory: str | Path, head: Literal["lm", "value"] = "lm") -> A
     return config
 
 
-def _load(directory: Path, dtype: torch.dtype, head: Literal["lm", "value"], attention: str) -> Any:
+def _load(directory: Path, dtype: torch.dtype, head: Literal["lm", "value"], attention: str, *, trained: bool) -> Any:
     read_config(directory, head)
     try:
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
@@ -210,8 +216,10 @@ def _load(directory: Path, dtype: torch.dtype, head: Literal["lm", "value"], att
             "transformers do not; use another backend for it"
         ) from error
     missing = set(report["missing_keys"])
-    if head == "value":
-        missing -= _start_at_zero(module.score, missing)
+    if head == "value":  # models that classify sequences have no bias
+        new = [name for name in ("weight", "bias") if f"score.{name}" in missing and (trained or name == "bias")]
+        _zero(module.score, new)
+        missing -= {f"score.{name}" for name in new}
     if missing:
         raise ConfigError(
             f"model = {str(directory)!r} lacks {len(missing)} weights of {type(module).__name__}, among them "
@@ -240,12 +248,9 @@ def _quiet() -> Generator[None]:
 
 
 @torch.no_grad()
-def _start_at_zero(head: nn.Module, missing: set[str]) -> set[str]:
-    """Zero the parameters of a new value head; gives their names."""
-    new = {f"score.{name}": parameter for name, parameter in head.named_parameters() if f"score.{name}" in missing}
-    for parameter in new.values():
-        parameter.zero_()
-    return set(new)
+def _zero(head: nn.Module, names: Sequence[str]) -> None:
+    for name in names:
+        head.get_parameter(name).zero_()
 
 
 def _disable_dropout(module: nn.Module) -> None:

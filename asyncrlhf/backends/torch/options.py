@@ -69,13 +69,16 @@ class ScorerOptions(Table, frozen=True, kw_only=True):
     """"padded": rows of similar length side by side. "packed": rows end to end in one, for flash attention on GPUs.
     "shared": answers to one prompt behind a single copy of it where that is less work, which it is for short rows and
     for prompts that are long against their answers."""
+    head: Head = "lm"
+    """"value": a scalar head instead of the output embedding (a critic, a reward model). One to be trained starts at 0
+    if the directory has none."""
 
 
 class TrainerOptions(ScorerOptions, frozen=True, kw_only=True):
     """A model being trained. With dtype "bfloat16" the master weights stay float32 and the forward autocasts."""
 
-    head: Head = "lm"
-    """"value": a scalar head instead of the output embedding (a critic); it starts at 0 if the directory has none."""
+    new_head: bool = False
+    """Start the value head at 0 even if the directory has one."""
     gradient_checkpointing: bool = False
     optimizer: OptimizerOptions = OptimizerOptions()
     max_response_tokens: Count = 0

@@ -1,7 +1,9 @@
-"""The scoring engine of the torch backend: log-probs of answers under a frozen model, with the trainer's forward."""
+"""The scoring engine of the torch backend: log-probs or scores of answers under a frozen model, with the trainer's
+forward."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,23 +18,27 @@ from asyncrlhf.backends.torch.options import ScorerOptions
 from asyncrlhf.backends.torch.probe import require_layout_works
 from asyncrlhf.messages import Array, TrainBatch
 
-__all__ = ("ScorerOptions", "TorchScorer", "response_logprobs")
+__all__ = ("ScorerOptions", "TorchScorer", "response_logprobs", "response_scores")
 
 
 class TorchScorer(TorchEngine, ScoreEngine):
-    """A frozen Hugging Face causal language model, such as the reference of a KL penalty."""
+    """A frozen Hugging Face model: a causal language model, such as the reference of a KL penalty, or one with a value
+    head, such as a reward model."""
 
     Options = ScorerOptions
 
     def __init__(self, options: ScorerOptions) -> None:
         self.options = options
         packed = options.layout == "packed"
-        self._model = Model(options.model, dtype=options.dtype, device=options.device, packed=packed)
+        self._model = Model(options.model, dtype=options.dtype, device=options.device, head=options.head, packed=packed)
         require_layout_works(self._model, options.layout)
         self._cut = self._model.cut(options)
 
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
         return response_logprobs(self._model, batch, self._cut, self.options.temperature)
+
+    def scores(self, batch: TrainBatch) -> list[float]:
+        return response_scores(self._model, batch, self._cut)
 
 
 @torch.no_grad()
@@ -49,3 +55,20 @@ def response_logprobs(model: Model, batch: TrainBatch, cut: Cut, temperature: fl
         stats = model.token_stats(**forward.arguments, temperature=temperature)
         found[forward.tokens] = stats.logprobs.cpu().numpy()
     return split_by_row(found, batch.response_lengths)
+
+
+@torch.no_grad()
+def response_scores(model: Model, batch: TrainBatch, cut: Cut) -> list[float]:
+    """Value after the last response token of every row, in the order of the rows; nan for a row without one.
+
+    Raises ValueError for a model without a value head.
+    """
+    if model.head != "value":
+        raise ValueError(f"{str(model.directory)!r} was loaded without a value head, which scores come from")
+    rows = Rows(batch, model.device)
+    found = np.zeros(batch.token_count, dtype=np.float32)
+    for forward in rows.forwards(cut, flash=model.uses_flash, after=True):
+        values = model.token_stats(**forward.arguments, temperature=1.0).values
+        assert values is not None
+        found[forward.tokens] = values.cpu().numpy()
+    return [float(row[-1]) if len(row) else math.nan for row in split_by_row(found, batch.response_lengths)]

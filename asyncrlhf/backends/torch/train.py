@@ -20,7 +20,7 @@ from asyncrlhf.backends.torch.optimizer import Optimizer
 from asyncrlhf.backends.torch.options import OptimizerOptions as OptimizerOptions
 from asyncrlhf.backends.torch.options import TrainerOptions
 from asyncrlhf.backends.torch.probe import require_layout_works
-from asyncrlhf.backends.torch.score import response_logprobs
+from asyncrlhf.backends.torch.score import response_logprobs, response_scores
 from asyncrlhf.backends.torch.state import load_state, save_model, save_state
 from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import Array, Packed, Probe, StepResult, TrainBatch, WeightHandle, import_object, unpack
@@ -46,6 +46,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
             dtype=options.dtype,
             device=options.device,
             head=options.head,
+            new_head=options.new_head,
             packed=options.layout == "packed",
             trained=True,
         )
@@ -68,11 +69,15 @@ class TorchTrainer(TorchEngine, TrainEngine):
             return StepResult(applied=False, reason="empty")
         columns = rows.columns()
         columns["coefficient"] = torch.from_numpy(self._coefficients(function, rows)).to(self._model.device)
-        measures = Measures(
-            first=self._stepped_in != batch.train_step, train_step=batch.train_step, clip=function.clip_range
-        )
+        measures = Measures(first=self._stepped_in != batch.train_step, train_step=batch.train_step)
         self._optimizer.zero_grad()
-        for forward in rows.forwards(self._cut, chosen, flash=self._model.uses_flash):
+        for forward in rows.forwards(
+            self._cut,
+            chosen,
+            flash=self._model.uses_flash,
+            whole_rollouts=function.level == "rollout",
+            after=function.after_token,
+        ):
             self._backward(function, rows, rows.pick(columns, forward), forward, measures)
         norm = self._optimizer.gradient_norm()
         metrics = measures.result() | {"grad_norm": float(norm)}
@@ -86,14 +91,21 @@ class TorchTrainer(TorchEngine, TrainEngine):
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
         return response_logprobs(self._model, batch, self._cut, self.options.temperature)
 
-    def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array]]:
-        """New columns; the transform sees all rows at once, and the model's statistics if it needs them."""
+    def scores(self, batch: TrainBatch) -> list[float]:
+        return response_scores(self._model, batch, self._cut)
+
+    def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array] | float]:
+        """New columns and measures; the transform sees all rows at once, and the model's statistics if it needs
+        them."""
         function: Transform = unpack(transform)
         rows = Rows(batch, self._model.device)
         with torch.no_grad():
             stats = self._stats_of_all(rows) if function.needs_forward else None
             found = function(stats, rows.micro_batch(rows.columns()))
-        return {name: split_by_row(column.cpu().numpy(), batch.response_lengths) for name, column in found.items()}
+        return {
+            name: split_by_row(column.cpu().numpy(), batch.response_lengths) if column.dim() else float(column)
+            for name, column in found.items()
+        }
 
     def export(self, version: int) -> WeightHandle:
         weights = self._model.parameters()
@@ -154,7 +166,9 @@ class TorchTrainer(TorchEngine, TrainEngine):
             )
         objective = (values.masked_fill(~keep, 0.0) * columns["coefficient"]).sum()
         objective.backward()
-        measures.add(objective.detach(), new, batch, keep)
+        with torch.no_grad():
+            own = function.measures(new, batch)
+        measures.add(objective.detach(), new, batch, keep, own, columns["coefficient"])
 
     def _correct(self, columns: dict[str, Tensor], current: Tensor) -> None:
         """Fill in the columns of the off-policy correction that the batch does not bring."""
