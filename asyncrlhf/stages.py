@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from asyncrlhf.backends.rules import require_function
-from asyncrlhf.build import Models
 from asyncrlhf.config.groups import Rules
 from asyncrlhf.config.load import load, resolved
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.rundir import RunDirectory
 from asyncrlhf.data.source import Dataset, open_dataset
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.models import Models
 from asyncrlhf.wiring import Wiring, wire
 
 __all__ = ("Stage", "prepare")
@@ -44,15 +44,15 @@ def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
     evaluation = config.evaluation
     dataset = open_dataset(config.data, config.seed)
     held_out = open_dataset(evaluation.rows(config.data), config.seed, "evaluation") if evaluation.every else None
-    for name, table in wiring.tables.items():
+    for name, table in wiring.engines.items():
         if isinstance(table, Rules):
-            require_function(f"groups.{name}", table.function)
+            require_function(wiring.key(name), table.function)
     after: list[Stage] = []
     for path in config.after:
         if path in chain:
             raise ConfigError(f"after: {path} comes after itself; take it out of one of the files")
         after.append(prepare(load(path), (*chain, path)))
-    text = resolved(config, wiring.tables)
+    text = resolved(config, wiring.tables, wiring.judges)
     directory = RunDirectory(config, text, _fixed(config, wiring, dataset), dataset.count)
     stage = Stage(config, wiring, text, directory, dataset, held_out, tuple(after))
     own = directory.path.resolve()

@@ -46,6 +46,8 @@ class Wiring:
     """Group fields that will be built -> their role."""
     tables: Mapping[str, msgspec.Struct]
     """Group fields -> their validated table."""
+    judges: Mapping[str, msgspec.Struct]
+    """Judges of the evaluation -> their validated table."""
     experience: str
     """Field of the experience queue."""
     experience_type: type[Experience]
@@ -55,6 +57,15 @@ class Wiring:
     coordinator: str
     settings: Mapping[str, Any]
     """Everything else that the configuration sets."""
+
+    @property
+    def engines(self) -> Mapping[str, msgspec.Struct]:
+        """Tables of all groups that have engines, judges included."""
+        return {**self.tables, **self.judges}
+
+    def key(self, name: str) -> str:
+        """Where the table of a group lies in the configuration."""
+        return f"evaluation.judges.{name}" if name in self.judges else f"groups.{name}"
 
     def of_role(self, *roles: str) -> list[str]:
         """Fields of these roles, in the algorithm's order."""
@@ -112,10 +123,16 @@ def wire(config: Config) -> Wiring:
     except TypeError as error:
         raise ConfigError(f'algorithm = "{config.algorithm}": {error}') from None
     tables = {name: convert(config.groups[name], ROLES[role], f"groups.{name}") for name, role in roles.items()}
+    judges: dict[str, msgspec.Struct] = {}
+    for name, table in config.evaluation.judges.items():
+        if name in roles or name == "reward":
+            raise ConfigError(f"evaluation.judges.{name}: a group has that name already; use another one")
+        judges[name] = convert(table, ROLES["reward"], f"evaluation.judges.{name}")
     wiring = Wiring(
         algorithm=kind,
         roles=roles,
         tables=tables,
+        judges=judges,
         experience_type=experience_type,
         stage_queues=stage_queues,
         settings=_settings(config, setting_types, required),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -26,6 +26,7 @@ __all__ = (
     "PositiveAmount",
     "Table",
     "require_import_path",
+    "require_one_source",
 )
 
 DEVICE = "^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"
@@ -56,3 +57,17 @@ def require_import_path(key: str, path: str, example: str) -> None:
     module, separator, name = path.partition(":")
     if not (separator and module and name):
         raise ConfigError(f'{key} = "{path}" is not an import path; write it as "module:name", for example "{example}"')
+
+
+def require_one_source(path: str | None, source: str | None, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless exactly one of `path` (a .jsonl file) and `source` (a factory) is set, and options only
+    with the latter."""
+    if (path is None) == (source is None):
+        given = "both are set" if path is not None else "neither is set"
+        raise ConfigError(f"path, source: {given}; set exactly one: path to a .jsonl file or source to a factory")
+    if path is not None and not path.endswith(".jsonl"):
+        raise ConfigError(f'path = "{path}" is not a .jsonl file; convert it, or read it in a source of your own')
+    if path is not None and options:
+        raise ConfigError("options are the arguments of a source, and path is set; remove one of the two")
+    if source is not None:
+        require_import_path("source", source, "asyncrlhf.data.tasks:reverse")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from asyncrlhf.config.bounds import (
     Amount,
@@ -20,6 +20,7 @@ from asyncrlhf.config.bounds import (
     PositiveAmount,
     Table,
     require_import_path,
+    require_one_source,
 )
 from asyncrlhf.errors import ConfigError
 
@@ -190,12 +191,34 @@ class TorchScore(TorchFrozen, frozen=True, kw_only=True):
     """Which outputs are read."""
 
 
+class Calibration(Table, frozen=True, kw_only=True):
+    """Answers that a reward model is to score 0 on average, with a deviation of 1."""
+
+    path: Name | None = None
+    """As data.path."""
+    source: Name | None = None
+    """As data.source."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """As data.options."""
+    prompt: Name = "prompt"
+    """As data.prompt."""
+    response: Name
+    """Column with the answer's text."""
+    rows: Annotated[int, Meta(ge=2)] = 256
+    """How many, from the first on."""
+
+    def __post_init__(self) -> None:
+        require_one_source(self.path, self.source, self.options)
+
+
 class TorchReward(TorchFrozen, frozen=True, kw_only=True):
     """A frozen reward model: the score of an answer is the value after its last token."""
 
     model: Name
     """Hugging Face directory with a value head, or one that classifies sequences with a single label; its tokenizer is
     the policy's."""
+    calibrate: Calibration | None = None
+    """Give scores in standard deviations from the mean of these answers; left out: as the model says."""
     head: ClassVar[Head] = "value"
     """Which outputs are read."""
 

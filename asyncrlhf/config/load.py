@@ -43,13 +43,15 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     return msgspec.structs.replace(config, after=after)
 
 
-def resolved(config: Config, groups: Mapping[str, msgspec.Struct]) -> str:
-    """TOML text of a whole run, every default written out. `groups` are the converted tables that replace raw ones.
+def resolved(config: Config, groups: Mapping[str, msgspec.Struct], judges: Mapping[str, msgspec.Struct]) -> str:
+    """TOML text of a whole run, every default written out. `groups` and `judges` are the converted tables that replace
+    raw ones.
 
     Stable: loading the text gives a config equal to `config` but for its now complete groups, and the same text again.
     """
     table = _plain(config)
     table["groups"] = {**table["groups"], **{name: _plain(group) for name, group in groups.items()}}
+    table["evaluation"]["judges"] = {name: _plain(judge) for name, judge in judges.items()}
     return tomli_w.dumps(table)
 
 

@@ -20,6 +20,7 @@ from asyncrlhf.config.bounds import (
     PositiveAmount,
     Table,
     require_import_path,
+    require_one_source,
 )
 from asyncrlhf.config.groups import ROLES as ROLES
 from asyncrlhf.config.groups import OptimizerTable as OptimizerTable
@@ -53,18 +54,6 @@ __all__ = (
 
 RUNTIMES = ("local", "inproc")
 """Runtimes there are."""
-
-
-def _require_one_source(path: str | None, source: str | None, options: dict[str, Any]) -> None:
-    if (path is None) == (source is None):
-        given = "both are set" if path is not None else "neither is set"
-        raise ConfigError(f"path, source: {given}; set exactly one: path to a .jsonl file or source to a factory")
-    if path is not None and not path.endswith(".jsonl"):
-        raise ConfigError(f'path = "{path}" is not a .jsonl file; convert it, or read it in a source of your own')
-    if path is not None and options:
-        raise ConfigError("options are the arguments of a source, and path is set; remove one of the two")
-    if source is not None:
-        require_import_path("source", source, "asyncrlhf.data.tasks:reverse")
 
 
 class Limits(Table, frozen=True, kw_only=True):
@@ -132,7 +121,7 @@ class Data(Table, frozen=True, kw_only=True):
     """A longer prompt fails with an error that names it, and is counted; left out: no limit here."""
 
     def __post_init__(self) -> None:
-        _require_one_source(self.path, self.source, self.options)
+        require_one_source(self.path, self.source, self.options)
         if self.rejected is not None and self.response is None:
             raise ConfigError(f'rejected = "{self.rejected}" has no answer to be worse than; set response as well')
 
@@ -162,7 +151,7 @@ class Evaluation(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.every or self.path is not None or self.source is not None:
-            _require_one_source(self.path, self.source, self.options)
+            require_one_source(self.path, self.source, self.options)
 
     def rows(self, data: Data) -> Data:
         """The [data] table of the held-out set: one pass in its own order, columns as in `data`."""

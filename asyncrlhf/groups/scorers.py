@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean, pstdev
 from typing import Protocol
 
-from asyncrlhf.errors import EngineLost, SampleError
+from asyncrlhf.errors import EngineLost, GroupError, SampleError
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.messages import PerSample, Rollout, ScoreRequest
 
@@ -91,13 +92,25 @@ class RuleScorer:
 class ModelScorer:
     """Scores with a reward model. Rollouts that wait for the forward before theirs are read together in the next."""
 
-    def __init__(self, engine: FrozenEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: FrozenEngine, calibration: Sequence[Rollout] = ()) -> None:
+        """`calibration`: answers whose mean score becomes 0, with a deviation of 1."""
+        self._engine, self._calibration = engine, calibration
+        self._mean, self._deviation = 0.0, 1.0
         self._waiting: dict[asyncio.Future[PerSample], Rollout] = {}
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
+        """Raises GroupError, also when the answers to calibrate with all score the same."""
         await self._engine.start()
+        if not self._calibration:
+            return
+        scores = [score for found in await self._engine.read("scores", self._calibration) for score in found]
+        self._mean, self._deviation = fmean(scores), pstdev(scores)
+        if not (math.isfinite(self._deviation) and self._deviation > 0):
+            raise GroupError(
+                f"group {self._engine.spec.group!r}: the {len(scores)} answers to calibrate with have scores of "
+                f"deviation {self._deviation}; use a trained reward model, or leave calibrate out"
+            )
 
     async def score(self, rollout: Rollout) -> PerSample:
         reply: asyncio.Future[PerSample] = asyncio.get_running_loop().create_future()
@@ -120,4 +133,4 @@ class ModelScorer:
         found = await self._engine.read("scores", list(waiting.values()))
         for reply, scores in zip(waiting, found, strict=True):
             if self._waiting.pop(reply, None) is not None:
-                reply.set_result(tuple(scores))
+                reply.set_result(tuple((score - self._mean) / self._deviation for score in scores))

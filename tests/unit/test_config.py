@@ -321,22 +321,22 @@ def test_the_resolved_file_is_complete_and_stable(read: Load, tmp_path: Path) ->
         "policy": convert(config.groups["policy"], schema.TorchTrain, "groups.policy"),
         "rollout": convert(config.groups["rollout"], schema.TorchRollout, "groups.rollout"),
     }
-    text = resolved(config, groups)
+    text = resolved(config, groups, {})
     elsewhere = tmp_path / "runs"
     elsewhere.mkdir()
     (elsewhere / "config.toml").write_text(text)
     again = load(str(elsewhere / "config.toml"), [])
     assert msgspec.structs.replace(again, groups=config.groups) == config
     assert {name: convert(again.groups[name], type(group), name) for name, group in groups.items()} == groups
-    assert resolved(again, groups) == text
-    assert resolved(again, {}) == text
+    assert resolved(again, groups, {}) == text
+    assert resolved(again, {}, {}) == text
     assert "lookahead = 2" in text
     assert "[limits]" in text
     assert "learning_rate = 1e-06" in text
 
 
 def test_a_group_without_a_converted_table_is_written_as_it_is(read: Load) -> None:
-    assert "[groups.rollout]\nmax_tokens = 8\n" in resolved(read(), {})
+    assert "[groups.rollout]\nmax_tokens = 8\n" in resolved(read(), {}, {})
 
 
 def test_evaluation_rows_are_one_pass_in_order(read: Load) -> None:
