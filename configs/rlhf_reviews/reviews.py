@@ -19,11 +19,13 @@ from asyncrlhf.errors import DataError
 
 __all__ = ("continuations", "lexicon", "openings", "pairs", "words")
 
-VOCABULARY = 2000
-SHORTEST, LONGEST = 6, 20
+VOCABULARY = 3000
+SHORTEST, LONGEST = 6, 22
 """Words of a sentence, without and with punctuation."""
 OPENING = 4
 """Words of a prompt."""
+PARTNERS = 3
+"""Pairs that a sentence is part of, at most."""
 HELD_OUT = 1000
 """Sentences at the end of the shuffled ones that nothing is trained on."""
 
@@ -55,13 +57,15 @@ def pairs(half: int = 0, held_out: bool = False, seed: int = 0) -> list[dict[str
     for place, sentence in enumerate(_sentences(held_out)):
         if held_out or place % 2 == half:
             by_word.setdefault(sentence.words[0], ([], []))[sentence.positive].append(sentence)
-    rows: list[dict[str, Any]] = []
+    random, rows = Random(seed), list[dict[str, Any]]()
     for word, (negative, positive) in sorted(by_word.items()):
-        rows += [
-            {"prompt": word, "chosen": " ".join(good.words[1:]), "rejected": " ".join(bad.words[1:])}
-            for good, bad in zip(positive, negative, strict=False)
-        ]
-    Random(seed).shuffle(rows)
+        for _ in range(PARTNERS):
+            random.shuffle(negative)
+            rows += [
+                {"prompt": word, "chosen": " ".join(good.words[1:]), "rejected": " ".join(bad.words[1:])}
+                for good, bad in zip(positive, negative, strict=False)
+            ]
+    random.shuffle(rows)
     return rows
 
 
