@@ -1,5 +1,5 @@
-"""PPO's losses, rewards and advantages, and the Bradley-Terry loss, against float64 written down from the papers, row by
-row and token by token: for ragged batches, and for every layout and size of micro-batches."""
+"""PPO's losses, rewards and advantages, and the Bradley-Terry loss, against float64 written down from the papers, row
+by row and token by token: for ragged batches, and for every layout and size of micro-batches."""
 
 from __future__ import annotations
 
