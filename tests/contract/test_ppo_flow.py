@@ -10,7 +10,7 @@ import pytest
 from algorithms.ppo import PPO
 from asyncrlhf import ops
 from asyncrlhf.observe import Measured, OptimizerStep
-from asyncrlhf.testing import Fault, Run, Scenario
+from asyncrlhf.testing import Fault, Run, Scenario, Timing
 from tests.contract.inspector import go
 from tests.contract.test_core_invariants import ends_well
 
@@ -28,6 +28,18 @@ def test_policy_and_critic_take_the_same_steps_after_the_warm_up() -> None:
     assert steps_of(run, "policy") == [step for step in range(2, 6) for _ in range(4)]
     first, third = run.trainer().exported[0], run.trainer().exported[3]
     assert run.trainer().exported[2] == first != third, "versions go on while the policy stays"
+
+
+def test_models_work_side_by_side() -> None:
+    """Reference beside reward, and policy beside critic: each pair takes as long as the slower one."""
+    ends: list[float] = []
+    for reference in (0.0, 30.0):
+        timing = Timing(verbs={"step": 5.0, "logprobs": reference})
+        run = ends_well(PPO, replace(WITH_REFERENCE, rows=2, timing=timing, reward={"seconds": (30.0, 30.0)}))
+        steps = run.events_of(OptimizerStep)
+        assert [e.t for e in steps if e.group == "policy"] == [e.t for e in steps if e.group == "critic"]
+        ends.append(run.events[-1].t)
+    assert ends[1] == pytest.approx(ends[0], abs=1.0)
 
 
 def test_its_state_counts_every_reward_and_controls_the_coefficient() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from algorithms.ppo import PPOState
+from asyncrlhf import ops
 from asyncrlhf.backends.torch.options import ScorerOptions, TrainerOptions
 from asyncrlhf.backends.torch.score import TorchScorer
 from asyncrlhf.backends.torch.scratch import write_model
@@ -26,6 +28,7 @@ from asyncrlhf.control.checkpoint import Manifest
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.launch import run
 from asyncrlhf.messages import ArrayColumn, TrainBatch, unpack
+from asyncrlhf.wiring import wire
 from tests.integration.tiny import SCRATCH
 
 REWARD_MODEL = f"""
@@ -220,3 +223,14 @@ def test_four_models_share_a_tokenizer_and_a_reward_model_has_a_head(capfd: pyte
         run(load("ppo.toml", ["train_steps=4", "groups.reward.model=other"]))
     assert run(load("ppo.toml", ["train_steps=4", "groups.reward.model=headless"])) == 1
     assert "lacks 1 weights of Qwen2ForTokenClassification, among them 'score.weight'" in capfd.readouterr().err
+
+
+def test_the_configuration_in_the_readme_is_accepted(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    block = next(part for part in text.split("```") if 'algorithm = "algorithms.ppo:PPO"' in part)
+    top, others = "train_steps = 1\nprompts_per_step = 8\nrun_dir = 'ppo'", "[data]\npath = 'x.jsonl'\n"
+    text = re.sub("# \\.\\.\\. .*", top, block.removeprefix("toml"))
+    (tmp_path / "ppo.toml").write_text(f"{text}{others}[groups.rollout]\nmax_tokens = 4\n")
+    wiring = wire(load(str(tmp_path / "ppo.toml")))
+    assert set(wiring.roles.values()) == {"policy", "critic", "reference", "reward", "rollout"}
+    assert wiring.settings["kl"] == ops.KLControl(coefficient=0.05, target=6.0)
