@@ -225,6 +225,15 @@ def test_four_models_share_a_tokenizer_and_a_reward_model_has_a_head(capfd: pyte
     assert "lacks 1 weights of Qwen2ForTokenClassification, among them 'score.weight'" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("inside")
+def test_a_reward_model_needs_whole_pairs() -> None:
+    with pytest.raises(ConfigError, match='at_deadline = "mask" .* settings.loss of .*RewardModel works on whole seq'):
+        wire(load("rm.toml", ["max_staleness=2", "off_policy=none"]))
+    Path("unpaired.toml").write_text(REWARD_MODEL.replace('rejected = "rejected"', ""))
+    with pytest.raises(ConfigError, match=r"data.rejected is missing; algorithms.reward_model:RewardModel needs it"):
+        wire(load("unpaired.toml"))
+
+
 def test_the_configuration_in_the_readme_is_accepted(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
     block = next(part for part in text.split("```") if 'algorithm = "algorithms.ppo:PPO"' in part)
