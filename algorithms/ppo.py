@@ -57,9 +57,9 @@ class ValueLoss(ops.Loss, frozen=True):
 
 
 class PPOState(msgspec.Struct, frozen=True):
-    kl: float = 0.0
-    kl_coefficient: float = 0.0
-    rewards: rl.Statistics = rl.Statistics()
+    kl: float = 0.0  # to the reference, of the newest batch, in nats per answer
+    kl_coefficient: float = 0.0  # for that batch; 0 before the first
+    rewards: rl.Statistics = rl.Statistics()  # all so far
 
 
 @dataclass(kw_only=True)
@@ -77,7 +77,7 @@ class PPO(rl.Algorithm):
     scale: ops.RewardScale = field(default_factory=ops.RewardScale)
     advantage: ops.GAE = field(default_factory=ops.GAE)
     kl: ops.KLControl = field(default_factory=ops.KLControl)
-    kl_in: Literal["reward", "loss"] = "reward"
+    kl_in: Literal["reward", "loss"] = "reward"  # the penalty is in the rewards of tokens, or in the loss
     minibatches: int = 4
     epochs: int = 1
     critic_warmup: int = 0

@@ -88,8 +88,8 @@ def _warnings(config: Config, ahead: int) -> Iterator[str]:
         yield f"lookahead = 0: generation and training never overlap, so max_staleness = {bound} has nothing to bound"
     if bound and config.off_policy == "none":
         yield f'off_policy = "none": tokens up to {bound} versions old train uncorrected; "decoupled" corrects them'
-    if config.answers_per_prompt == 1 and config.data.response is None:
-        yield "answers_per_prompt = 1: advantages within a prompt are all 0; GRPO and its kin need 2 or more"
+    if config.answers_per_prompt == 1 and config.data.response is None and "critic" not in config.groups:
+        yield "answers_per_prompt = 1: advantages within a prompt are all 0; without a critic, use 2 or more"
     if steps is not None and config.checkpoint.every >= steps:
         yield f"checkpoint.every = {config.checkpoint.every} with train_steps = {steps}: only the end is saved"
     if not config.limits.lease_timeout:

@@ -213,4 +213,5 @@ class PolicyGroup(TrainGroup):
 
 
 class CriticGroup(TrainGroup):
-    """A value model: `apply(GAE(...), batch)` fills advantages, `step` fits returns."""
+    """A model with a value per token: a critic, where `apply(GAE(...), batch)` fills advantages and `step` fits
+    returns, or a reward model being trained."""

@@ -12,6 +12,7 @@ from asyncrlhf.observe.events import Event as Event
 from asyncrlhf.observe.events import Fenced as Fenced
 from asyncrlhf.observe.events import Granted as Granted
 from asyncrlhf.observe.events import GroupShape as GroupShape
+from asyncrlhf.observe.events import Measured as Measured
 from asyncrlhf.observe.events import Number as Number
 from asyncrlhf.observe.events import OptimizerStep as OptimizerStep
 from asyncrlhf.observe.events import Popped as Popped

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 import asyncrlhf as rl
 from algorithms.grpo import GRPO, GRPOExperience
+from algorithms.ppo import PPO
 from asyncrlhf import ops
 
 
@@ -108,4 +109,4 @@ class Filtered(GRPO):
                 await self.experience.put(experience)
 
 
-SHAPES = (GRPO, TwoModels, Staged, Filtered)
+SHAPES = (GRPO, PPO, TwoModels, Staged, Filtered)

@@ -39,3 +39,24 @@ def test_an_algorithm_names_the_keys_it_requires(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="data.response is missing; algorithms.sft:SFT needs it"):
         wire(load(str(path)))
+
+
+PPO = grpo(algorithm="algorithms.ppo:PPO", top=STALE, groups="[groups.critic]\nmodel = 'rm'\n")
+
+
+def test_a_penalty_needs_a_reference_wherever_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(PPO)
+    with pytest.raises(ConfigError, match=r"settings.kl needs a group 'reference'.*\[groups.reference\]"):
+        wire(load(str(path)))
+    with pytest.raises(ConfigError, match=r"settings.kl_in = \"both\" is not a choice"):
+        wire(load(str(path), ["settings.kl_in=both"]))
+    assert wire(load(str(path), ["settings.kl.coefficient=0"])).of_role("reference") == []
+    assert wire(load(str(path), ["groups.reference={}"])).of_role("reference") == ["reference"]
+
+
+def test_a_rejected_answer_needs_a_better_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(PPO)
+    with pytest.raises(ConfigError, match=r'data.rejected = "b" has no answer to be worse than; set response as well'):
+        load(str(path), ["data.rejected=b"])

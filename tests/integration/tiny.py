@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ("SCRATCH", "graded", "grpo")
+from random import Random
+from typing import Any
+
+__all__ = ("SCRATCH", "graded", "grpo", "preferences")
 
 SCRATCH = """
 [groups.policy.scratch]
@@ -16,6 +19,18 @@ def graded(prompt: str, response: str, ground_truth: str) -> float:
     """A reward that an untrained model earns some of: letters in their right place, and few others."""
     hits = sum(a == b for a, b in zip(response, ground_truth, strict=False))
     return hits / len(ground_truth) - abs(len(response) - len(ground_truth)) / 10
+
+
+def preferences(rows: int, prompt: str = "") -> list[dict[str, Any]]:
+    """Pairs of words, of which the one with more a's is preferred."""
+    found: list[dict[str, Any]] = []
+    for row in range(rows):
+        random = Random(row)
+        words = {"".join(random.choices("abc", k=random.randint(1, 5))) for _ in range(2)}
+        worse, better = min(words, key=lambda w: w.count("a")), max(words, key=lambda w: w.count("a"))
+        if worse.count("a") < better.count("a"):
+            found.append({"prompt": prompt, "chosen": better, "rejected": worse})
+    return found
 
 
 def grpo(

@@ -201,6 +201,10 @@ def test_a11_depth_and_bound_are_two_knobs(read: Load) -> None:
         ({"dtype": "float16"}, "reference", 'dtype = "float16" is not a choice; use one of "bfloat16", "float32"'),
         ({"function": "f"}, "reward", 'function = "f" is not an import path'),
         ({"function": "m:f", "timeout": 0}, "reward", "timeout = 0 must be > 0"),
+        ({"model": "m"}, "reward", "model is not a key; keys there: function"),
+        ({"backend": "torch"}, "reward", "model is missing; it has no default"),
+        ({"backend": "torch", "model": "m", "timeout": 1}, "reward", "timeout is not a key"),
+        ({"model": "m", "new_head": True}, "policy", "new_head is not a key"),
     ],
 )
 def test_group_tables_refuse_under_their_own_name(table: dict[str, Any], role: str, words: str) -> None:
@@ -217,7 +221,15 @@ def test_n4_neutral_sampler_settings_and_any_temperature_are_accepted() -> None:
     assert convert(table, schema.TorchRollout, "groups.rollout").temperature == 0.7
 
 
-def test_backend_is_torch_unless_said_and_unions_grow_by_a_member() -> None:
+def test_a_reward_is_a_function_unless_a_backend_is_named_and_a_critic_has_values() -> None:
+    assert convert({"function": "m:f"}, schema.ROLES["reward"]) == schema.Rules(function="m:f")
+    table = convert({"backend": "torch", "model": "m"}, schema.ROLES["reward"])
+    assert table == schema.TorchReward(model="m")
+    assert (table.head, schema.TorchScore().head) == ("value", "lm")  # type: ignore[attr-defined]
+    assert convert({"model": "m"}, schema.ROLES["critic"]) == schema.TorchCritic(model="m", head="value")
+
+
+def test_the_first_backend_counts_unless_said_and_unions_grow_by_a_member() -> None:
     class Other(msgspec.Struct, forbid_unknown_fields=True, tag_field="backend", tag="other"):
         size: int = 1
 
@@ -399,7 +411,9 @@ def test_every_key_says_what_it_means() -> None:
     [
         (schema.OptimizerTable, OptimizerOptions, {"betas", "learning_rate", "max_grad_norm", "min_ratio"}),
         (schema.TorchTrain, TrainerOptions, {"device", "dtype", "head", "layout", "micro_batch_tokens"}),
+        (schema.TorchCritic, TrainerOptions, {"device", "dtype", "layout", "micro_batch_tokens", "new_head"}),
         (schema.TorchScore, ScorerOptions, {"device", "dtype", "micro_batch_tokens"}),
+        (schema.TorchReward, ScorerOptions, {"device", "dtype", "micro_batch_tokens"}),
         (schema.TorchRollout, SamplerOptions, {"device", "dtype"}),
         (schema.Config, TrainerOptions, {"off_policy_cap"}),
     ],
@@ -408,6 +422,8 @@ def test_engine_options_have_the_bounds_and_defaults_of_their_table(table: type,
     ours = {field.name: field for field in msgspec.structs.fields(table)}
     theirs = {field.name: field for field in msgspec.structs.fields(options)}
     elsewhere = {"model", "max_sequence_tokens", "optimizer", "off_policy"}  # filled in, or compared by themselves
+    if table is schema.TorchCritic:
+        elsewhere |= {"head"}  # "value" unless said
     shared = ours.keys() & theirs.keys() - elsewhere
     assert keys <= shared
     for key in shared:

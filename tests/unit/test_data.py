@@ -10,19 +10,26 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from msgspec.structs import replace
 
 from asyncrlhf.config.schema import Data
 from asyncrlhf.data.prompts import PromptEncoder
 from asyncrlhf.data.rows import Row, problem_of
 from asyncrlhf.data.source import Dataset, EndlessRows, FiniteRows, RowStream, open_dataset
+from asyncrlhf.data.stream import PromptStream
 from asyncrlhf.data.tasks import exact_match, reverse
 from asyncrlhf.errors import ConfigError, DataError, SampleError
+from asyncrlhf.messages import Rollout
 
 opened = 0
 
 
 def listed(rows: int = 4) -> list[dict[str, Any]]:
     return [{"prompt": f"p{i}", "answer": i} for i in range(rows)]
+
+
+def preferences() -> list[dict[str, Any]]:
+    return [{"prompt": "a", "good": "bc", "bad": "d"}]
 
 
 def streamed(rows: int = 4) -> Iterator[dict[str, Any]]:
@@ -324,6 +331,11 @@ def test_which_columns_a_row_needs() -> None:
     assert problem_of({"prompt": "a", "reply": "b"}, Data(path="x.jsonl", response="reply")) is None
     assert problem_of(row, Data(path="x.jsonl", response="reply")) == "no column 'reply' (it has 'prompt', 'answer')"
     assert problem_of(row, Data(path="x.jsonl", response="answer")) == "column 'answer' is a int, not text"
+    pair = Data(path="x.jsonl", response="good", rejected="bad")
+    assert problem_of({"prompt": "a", "good": "b", "bad": "c"}, pair) is None
+    assert problem_of({"prompt": "", "good": "b", "bad": "c"}, pair) is None
+    assert problem_of({"prompt": "a", "good": "b", "bad": ""}, pair) == "column 'bad' is empty"
+    assert problem_of({"prompt": "a", "good": "b"}, pair) == "no column 'bad' (it has 'prompt', 'good')"
     chat = Data(path="x.jsonl", chat=True)
     assert problem_of({"prompt": "a", "answer": 1}, chat) is None
     assert problem_of({"prompt": [{"role": "user", "content": "a"}], "answer": 1}, chat) is None
@@ -337,6 +349,8 @@ class Characters:
     """A tokenizer of one token per character; special tokens add a 0 in front."""
 
     chat_template: str | None = "template"
+    bos_token_id: int | None = None
+    eos_token_id: int | None = 1
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [0] * (add_special_tokens and bool(text)) + [ord(c) for c in text]
@@ -399,6 +413,32 @@ def test_a_prompt_that_cannot_be_encoded_names_its_uid() -> None:
 
     with pytest.raises(SampleError, match="prompt 11: 'a' has no token"):
         PromptEncoder(Silent(), Data(path="x.jsonl")).encode(11, Row({"prompt": "a", "answer": ""}))
+
+
+def test_an_empty_prompt_becomes_a_token_to_begin_with() -> None:
+    tokenizer, row = Characters(), Row({"prompt": "", "answer": "b"})
+    encoder = PromptEncoder(tokenizer, Data(path="x.jsonl", response="answer"))
+    assert encoder.encode(3, row).token_ids == (1,)
+    tokenizer.bos_token_id = 0
+    assert encoder.encode(3, row).token_ids == (0,)
+    tokenizer.bos_token_id = tokenizer.eos_token_id = None
+    with pytest.raises(DataError, match="prompt 3 is empty, and the tokenizer has neither a BOS nor an EOS"):
+        encoder.encode(3, row)
+
+
+def test_a_row_brings_its_own_answer_and_a_worse_one() -> None:
+    tokenizer, data = Characters(), Data(source=f"{__name__}:preferences", response="good", rejected="bad")
+    stream = PromptStream(
+        open_dataset(data, 0), PromptEncoder(tokenizer, data), tokenizer, response="good", rejected="bad", eos=1
+    )
+    prompt = stream.prompt(0, 1, 4)
+    assert (prompt.target_token_ids, prompt.rejected_token_ids) == ((98, 99, 1), (100, 1))
+    alone, pair = Rollout.from_data(prompt), Rollout.pair_from_data(prompt)
+    assert [sample.token_ids for sample in alone.samples] == [(98, 99, 1)]
+    assert [sample.token_ids for sample in pair.samples] == [(98, 99, 1), (100, 1)]
+    assert {segment.source for sample in pair.samples for segment in sample.segments} == {"data"}
+    with pytest.raises(ValueError, match=r"uid 0 has no answer of its own; name its column in data\.rejected"):
+        Rollout.pair_from_data(replace(prompt, rejected_token_ids=()))
 
 
 def test_chat_without_a_template_is_refused_at_once() -> None:

@@ -20,6 +20,7 @@ from asyncrlhf.observe import (
     EventLog,
     Granted,
     GroupShape,
+    Measured,
     Observer,
     OptimizerStep,
     RunEnded,
@@ -291,6 +292,21 @@ def test_losses_are_means_over_applied_steps_and_nothing_bad_is_averaged_away(tm
     assert row["critic/loss"] == 7.0
     assert (row["optimizer_steps"], row["rejected_steps"], row["nonfinite_values"]) == (4, 1, 3)
     assert "NaN" not in (tmp_path / "events.jsonl").read_text()
+
+
+def test_measures_of_transforms_and_numbers_of_the_state_are_in_the_row(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    for metrics in ({"explained_variance": 0.25, "scaled_reward": math.inf}, {"explained_variance": 0.75}):
+        scene.observer.emit(Measured(group="critic", train_step=0, metrics=metrics))
+    scene.observer.emit(Measured(group="state", train_step=0, metrics={"kl": 1.5, "rewards/mean": 2.0}))
+    scene.step()
+    scene.step()
+    scene.end()
+    first, second = scene.rows()
+    assert first["critic/explained_variance"] == 0.5
+    assert first["critic/scaled_reward"] is None
+    assert (first["state/kl"], first["state/rewards/mean"], first["nonfinite_values"]) == (1.5, 2.0, 1)
+    assert not any(name.startswith(("state/", "critic/")) for name in second)
 
 
 def test_void_steps_write_no_row_and_are_counted(tmp_path: Path) -> None:

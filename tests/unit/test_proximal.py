@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +17,7 @@ from asyncrlhf import ops
 from asyncrlhf.abc import EngineSpec, OnEvents
 from asyncrlhf.groups import CriticGroup, PolicyGroup, TrainGroup
 from asyncrlhf.messages import Array, ArrayColumn, Packed, StepResult, TrainBatch
-from asyncrlhf.observe import EventLog
+from asyncrlhf.observe import EventLog, Measured
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -77,6 +78,10 @@ class AnyLoss(ops.Loss, frozen=True):
 
 class PairLoss(AnyLoss, frozen=True):
     uses_masked_rows = True
+
+
+class WholeLoss(AnyLoss, frozen=True):
+    level = "rollout"
 
 
 class AnyTransform(ops.Transform, frozen=True):
@@ -301,3 +306,32 @@ def test_rows_keep_their_place_in_the_popped_batch() -> None:
     assert not any(p.several_steps for p in batch.take([4]).minibatches(3)), "one part only"
     assert parts[0].without_origin().rows == parts[0].rows
     assert batch.take([]).rows == ()
+
+
+async def test_what_a_transform_measures_is_reported_and_no_column() -> None:
+    async with started(CriticGroup) as (critic, engine):
+        events: list[Any] = []
+        critic.emit = events.append
+        engine.apply = lambda transform, batch: {  # type: ignore[method-assign]
+            "advantages": [np.zeros(n, np.float32) for n in batch.response_lengths],
+            "explained_variance": 0.5,
+        }
+        batch = await critic.apply(AnyTransform(), popped_batch())
+    assert "explained_variance" not in batch.columns
+    assert "advantages" in batch.columns
+    measured = [event for event in events if isinstance(event, Measured)]
+    assert [(e.group, e.train_step, e.metrics) for e in measured] == [
+        ("CriticGroup", TRAIN_STEP, {"explained_variance": 0.5})
+    ]
+
+
+async def test_a_loss_on_whole_rollouts_refuses_parts_of_them() -> None:
+    pairs = replace(popped_batch(), rollouts=tuple(row // 2 for row in range(ROWS)))
+    async with started() as (policy, engine):
+        await policy.step(pairs, WholeLoss())
+        for part in pairs.minibatches(1, epochs=2):
+            await policy.step(part, WholeLoss())
+        await policy.step(pairs.take([4, 0, 5, 1]), WholeLoss())
+        assert len(engine.stepped) == 4
+        with pytest.raises(ValueError, match="rollout 2 has 2 rows, of which 1 are in this mini-batch"):
+            await policy.step(pairs.take([0, 1, 4]), WholeLoss())

@@ -85,3 +85,23 @@ def test_short_rows_share_bins() -> None:
     part = Cut(tokens=100, layout="shared").plan(np.full(5, 2), answers, np.arange(5), list(range(5)))[0]
     assert part.width == 21
     assert part.bins == 3
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@given(rows=rows_strategy, tokens=st.integers(1, 60), row_limit=st.integers(0, 4))
+def test_rows_that_belong_together_stay_together(
+    layout: str, rows: list[tuple[int, int]], tokens: int, row_limit: int
+) -> None:
+    """And groups that fit still share a micro-batch."""
+    together = np.asarray([key for key, _ in rows])
+    prompts, answers = np.asarray(PROMPTS)[together], np.asarray([answer for _, answer in rows])
+    cut = Cut(tokens=tokens, rows=row_limit, layout=layout)  # type: ignore[arg-type]
+    parts = cut.plan(prompts, answers, np.arange(len(rows)), together.tolist(), together)
+    found = [sorted(set(together[part.rows].tolist())) for part in parts]
+    assert sorted(key for keys in found for key in keys) == sorted(set(together.tolist()))
+    for part, keys in zip(parts, found, strict=True):
+        taken = places_of(part, prompts, answers)
+        if len(keys) > 1 and row_limit:
+            assert len(part.rows) <= row_limit
+        elif len(keys) > 1:
+            assert (part.bins * part.width if layout == "padded" else len(taken)) <= tokens
