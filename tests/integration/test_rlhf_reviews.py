@@ -1,4 +1,4 @@
-"""The RLHF demo, as a user runs it: four stages from one command, PPO with four networks, judged by what it never saw."""
+"""The RLHF demo as a user runs it: four stages from one command, PPO with four networks, and judges it never saw."""
 
 from __future__ import annotations
 
