@@ -63,7 +63,14 @@ def ledger_rules(config: Config) -> LedgerRules:
 
 
 def make_runtime(config: Config, run_dir: Path) -> Runtime:
-    """The runtime that the configuration names; nothing is started yet."""
+    """The runtime that the configuration names; nothing is started yet. Raises ConfigError if it is not installed."""
+    if config.runtime == "ray":
+        try:
+            from asyncrlhf.runtimes.ray import RayRuntime
+        except ImportError as error:
+            raise ConfigError(f'runtime = "ray": {error}; pip install "asyncrlhf[ray]"') from error
+
+        return RayRuntime(run_dir / LOGS, address=config.ray.address)
     if config.runtime == "inproc":
         from asyncrlhf.runtimes.inproc import InprocRuntime
 

@@ -43,6 +43,7 @@ __all__ = (
     "Observe",
     "OptimizerTable",
     "Publish",
+    "Ray",
     "Rules",
     "Scratch",
     "TorchCritic",
@@ -52,7 +53,7 @@ __all__ = (
     "TorchTrain",
 )
 
-RUNTIMES = ("local", "inproc")
+RUNTIMES = ("local", "inproc", "ray")
 """Runtimes there are."""
 
 
@@ -184,6 +185,13 @@ class Checkpoint(Table, frozen=True, kw_only=True):
     """Save ready rollouts too; otherwise their prompts are answered again after a resume."""
 
 
+class Ray(Table, frozen=True, kw_only=True):
+    """The Ray that `runtime = "ray"` uses."""
+
+    address: Name | None = None
+    """A cluster to join: "auto" or "host:port"; left out: one of this run's own, on this machine."""
+
+
 class Observe(Table, frozen=True, kw_only=True):
     """What is shown while the run goes."""
 
@@ -202,7 +210,7 @@ class Config(Table, frozen=True, kw_only=True):
     """Import path "module:Class" of an Algorithm."""
     runtime: str = "local"
     """Where engines live: "local", each in a process of its own on this machine; "inproc", in threads of this process
-    (for tests and debugging)."""
+    (for tests and debugging); "ray", each an actor, on this machine or a cluster (extra `asyncrlhf[ray]`)."""
     seed: Count = 0
     """Of the data order, the sampling and the initial weights."""
     train_steps: Positive | None = None
@@ -244,6 +252,8 @@ class Config(Table, frozen=True, kw_only=True):
     """What is saved to resume from."""
     observe: Observe = Observe()
     """What is shown."""
+    ray: Ray = Ray()
+    """Which Ray."""
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     """One raw table per model group; the algorithm's fields say which of ROLES each is."""
     directory: str = ""
@@ -257,7 +267,7 @@ class Config(Table, frozen=True, kw_only=True):
         require_import_path("algorithm", self.algorithm, "algorithms.grpo:GRPO")
         if self.runtime not in RUNTIMES:
             known = '"' + '", "'.join(RUNTIMES) + '"'
-            raise ConfigError(f'runtime = "{self.runtime}" is not there yet; use {known}')
+            raise ConfigError(f'runtime = "{self.runtime}" is not there; use {known}')
         self._check_staleness()
         if self.train_steps is None and self.data.epochs is None:
             raise ConfigError("train_steps, data.epochs: neither is set, so the run has no end; set one or both")

@@ -76,6 +76,9 @@ def _evaluation(summary: Mapping[str, Any]) -> str:
     evaluation = summary["evaluation"]
     if evaluation["label"] is None:
         return ""
+    if evaluation["count"] < 2:
+        alone = "".join(f", {name} {short(means['last'])}" for name, means in evaluation["judges"].items())
+        return f"; evaluation {short(evaluation['last'])}{alone} at {evaluation['label']}"
     judges = "".join(
         f", {name} {short(means['first'])} -> {short(means['last'])}" for name, means in evaluation["judges"].items()
     )
@@ -85,7 +88,7 @@ def _evaluation(summary: Mapping[str, Any]) -> str:
 def _samples(evaluation: Mapping[str, Any]) -> list[str]:
     """The same prompt before and after, where both were quoted."""
     before, after = evaluation["samples"]["first"], evaluation["samples"]["last"]
-    if not before or not after or before[0]["prompt"] != after[0]["prompt"]:
+    if evaluation["count"] < 2 or not before or not after or before[0]["prompt"] != after[0]["prompt"]:
         return []
     quoted = [f"{sample[0]['response']!r:.90}" for sample in (before, after)]
     return [f"sample      {before[0]['prompt']!r:.60}: {quoted[0]} -> {quoted[1]}"]

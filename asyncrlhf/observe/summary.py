@@ -55,6 +55,7 @@ class Summary:
         self._last: StepEnded | None = None
         self._popped: Popped | None = None
         self._evaluations: list[Evaluated] = []
+        self._evaluation_count = 0
         self._rewards_first: list[Number] = []
         self._rewards_last: deque[Number] = deque(maxlen=REWARD_STEPS)
         self._settled: Counter[str] = Counter()
@@ -84,6 +85,7 @@ class Summary:
                 self._popped = None
             case Evaluated():
                 self._evaluations = [*self._evaluations[:1], event]
+                self._evaluation_count += 1
             case RunEnded():
                 self._ended = event
                 if live and self.path is not None:
@@ -159,6 +161,7 @@ class Summary:
             "first": finite(first[0].reward_mean) if first else None,
             "last": finite(last[0].reward_mean) if last else None,
             "label": last[0].label if last else None,
+            "count": self._evaluation_count,
             "judges": {
                 name: {"first": finite(first[0].judges.get(name, math.nan)), "last": finite(score)}
                 for name, score in (last[0].judges.items() if last else ())

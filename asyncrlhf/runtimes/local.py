@@ -22,11 +22,10 @@ from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
 from asyncrlhf.errors import ConfigError, EngineLost
 from asyncrlhf.runtimes.frames import LENGTH, decode, encode, header_length, read_header
 from asyncrlhf.runtimes.handle import Calls, require_not_configuration
+from asyncrlhf.runtimes.logs import last_lines
 
 __all__ = ("Host", "LocalRuntime", "ProcessEngine")
 
-LAST_LINES = 12
-"""Lines of a process's log that an error about its end quotes."""
 ARENA_LIMIT = "2"
 """Memory arenas of glibc per process: one engine computes in one thread."""
 
@@ -126,11 +125,7 @@ class Host:
                 how = f"was ended by {signal.Signals(-code).name} (signal {-code})"
             if code == -signal.SIGKILL:
                 how += "; if nobody did, the system may have run out of memory"
-        lines: list[str] = []
-        with contextlib.suppress(OSError), self.log.open("rb") as log:
-            log.seek(max(self._log_start, self.log.stat().st_size - 16384))
-            lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-        said = "".join(f"\n  {line}" for line in lines) or " nothing"
+        said = last_lines(self.log, self._log_start)
         return f"process {self.process.pid} {how}. {self.log} says last:{said}"
 
 

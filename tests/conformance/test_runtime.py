@@ -39,6 +39,13 @@ def test_local(check: Any, tmp_path: Path) -> None:
 
 
 @checks
+def test_ray(check: Any, tmp_path: Path, ray_here: None) -> None:
+    from asyncrlhf.runtimes.ray import RayRuntime
+
+    asyncio.run(check(RayRuntime(tmp_path / "logs", address="auto", grace=2.0), tmp_path))
+
+
+@checks
 @pytest.mark.parametrize("latency", [0.0, 0.7])
 def test_fake(check: Any, latency: float, tmp_path: Path) -> None:
     hangs = Fault(group="plain", verb="wait", kind="hang")

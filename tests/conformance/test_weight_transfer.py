@@ -49,6 +49,13 @@ def test_torch(check: Any, transfer: Callable[[], Any]) -> None:
 
 
 @checks
+def test_ray(check: Any, ray_here: None) -> None:
+    from asyncrlhf.weights.objects import ObjectTransfer
+
+    check(TransferSubject(make=ObjectTransfer, weights=tensors, change=overwrite, equal=same_bytes, keeps=True))
+
+
+@checks
 def test_fake(check: Any) -> None:
     def weights(seed: int) -> dict[str, Any]:
         return {"w": [Random(seed).random() for _ in range(4)], "b": [float(seed)]}

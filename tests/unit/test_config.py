@@ -120,7 +120,7 @@ def test_lookahead_defaults_to_half_the_bound(read: Load, bound: int, ahead: int
         (["algorithm=grpo"], 'algorithm = "grpo" is not an import path; write it as "module:name"'),
         (["data.source=tasks"], 'data.source = "tasks" is not an import path'),
         # rules between keys
-        (["runtime=ray"], 'runtime = "ray" is not there yet; use "local", "inproc"'),
+        (["runtime=slurm"], 'runtime = "slurm" is not there; use "local", "inproc", "ray"'),
         ([*STALE, "lookahead=5"], "lookahead = 5 is above max_staleness = 4"),
         (["order=admission", "at_deadline=wait"], 'at_deadline = "wait" has nothing to do'),
         (["order=admission", "at_deadline=drop"], 'at_deadline = "drop" has nothing to do'),

@@ -357,6 +357,7 @@ def test_evaluation_is_in_the_row_of_the_next_step_and_in_the_summary(tmp_path: 
         "first": 0.25,
         "last": 0.75,
         "label": "mixed(v1..v2)",
+        "count": 2,
         "judges": {"gold": {"first": -0.5, "last": 0.5}},
         "samples": {
             "first": [{"prompt": "ab>", "response": "x0", "scores": {"reward": 0.25, "gold": -0.5}}],

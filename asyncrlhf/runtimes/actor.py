@@ -1,0 +1,120 @@
+"""The Ray actor round one engine: its event loop talks to the controller while an EngineLoop computes in a thread.
+
+Everything the engine says leaves through `listen`, in order; `put` and `cancel` only hand commands over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import importlib
+import os
+import platform
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from asyncrlhf.abc import EngineSpec
+from asyncrlhf.errors import AsyncRLHFError
+from asyncrlhf.messages import EngineEvent
+from asyncrlhf.runtimes.loop import Call, Cancel, Commands, EngineLoop, build, described
+
+__all__ = ("EngineActor", "Said")
+
+
+class Said(NamedTuple):
+    """One thing that an engine has said."""
+
+    kind: Literal["ready", "result", "error", "events", "failed", "ended"]
+    payload: Any = None
+    key: int = -1
+
+
+class EngineActor:
+    """Made by ray.remote. It imports the engine's module while its specification is still on the way."""
+
+    def __init__(self, module: str, path: Sequence[str], log: str) -> None:
+        """`path`: where modules are looked for. `log`: a file for what it prints, if its directory exists here."""
+        sys.path[:] = path
+        if log and Path(log).parent.is_dir():
+            with open(log, "ab", buffering=0) as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            print(f"process {os.getpid()} on {platform.node()}", flush=True)
+        with contextlib.suppress(Exception):
+            faulthandler.enable()
+        self._loop = asyncio.get_event_loop()
+        self._commands: Commands = Commands()
+        self._said: list[Said] = []
+        self._news = asyncio.Event()
+        self._imported = threading.Thread(target=_import, args=(module,), daemon=True)
+        self._imported.start()
+
+    async def pid(self) -> int:
+        """The number of its process."""
+        return os.getpid()
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Build the engine and run it; `listen` says when it is ready, or why it is not."""
+        threading.Thread(target=self._main, args=(spec,), name=f"{spec.group}/{spec.rank}", daemon=True).start()
+
+    async def put(self, key: int, verb: str, arguments: tuple[Any, ...]) -> None:
+        """Call a method; its result is heard under `key`."""
+        self._commands.put(Call(key, verb, arguments))
+
+    async def cancel(self, key: int) -> None:
+        self._commands.put(Cancel(key))
+
+    async def stop(self) -> None:
+        """End the engine; "ended" is heard when it is closed."""
+        self._commands.put(None)
+
+    async def listen(self) -> list[Said]:
+        """Waits until the engine has said something; everything since the last call, in order."""
+        await self._news.wait()
+        self._news.clear()
+        said, self._said = self._said, []
+        return said
+
+    # ---- in the engine's thread, as an Outbox --------------------------------------------------------------------
+    def result(self, key: Any, value: Any) -> None:
+        self._say(Said("result", value, key))
+
+    def error(self, key: Any, error: AsyncRLHFError) -> None:
+        self._say(Said("error", error, key))
+
+    def events(self, events: Sequence[EngineEvent]) -> None:
+        self._say(Said("events", list(events)))
+
+    def _main(self, spec: EngineSpec) -> None:
+        self._imported.join()
+        engine = None
+        try:
+            engine = built = build(spec)
+            self._say(Said("ready"))
+            EngineLoop(spec, built, self._commands, self).run()
+        except BaseException as error:  # the boundary of the thread: everything becomes a message
+            self._say(Said("failed", described(spec, error)))
+        finally:
+            if engine is not None:
+                try:
+                    engine.close()
+                except Exception as error:  # nobody awaits it any more
+                    print(f"{spec.group}/{spec.rank} could not be closed: {error!r}", file=sys.stderr, flush=True)
+            self._say(Said("ended"))
+
+    def _say(self, said: Said) -> None:
+        self._loop.call_soon_threadsafe(self._hear, said)
+
+    def _hear(self, said: Said) -> None:
+        self._said.append(said)
+        self._news.set()
+
+
+def _import(module: str) -> None:
+    """An import that fails will fail again, with a better message, when the engine is built."""
+    with contextlib.suppress(Exception):
+        importlib.import_module(module)

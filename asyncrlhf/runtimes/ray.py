@@ -1,0 +1,197 @@
+"""The Ray runtime: every engine an actor, on this machine or on a cluster.
+
+A caller waits on the event loop for its reply, which comes with everything else that the engine says (actor.py). When
+the actor's process ends, for whatever reason, every call in flight raises EngineLost with what Ray knows about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
+from asyncrlhf.errors import ConfigError, EngineLost
+from asyncrlhf.runtimes.actor import EngineActor, Said
+from asyncrlhf.runtimes.handle import Calls, require_not_configuration
+from asyncrlhf.runtimes.logs import last_lines
+
+__all__ = ("ActorEngine", "RayRuntime")
+
+RESTARTS_OF_RAY = 0
+"""Engines hold state: when and how one is started again is the supervisor's to decide."""
+
+
+class RayRuntime:
+    """Spawns ActorEngines. `address`: a cluster to join ("auto", "host:port"); left out: a Ray of this run's own."""
+
+    transport = "asyncrlhf.weights.objects:ObjectTransfer"
+
+    def __init__(self, logs: Path, *, address: str | None = None, grace: float = 5.0) -> None:
+        """`logs`: directory for what engines print, where they can see it. `grace`: seconds that closing an engine
+        waits before its process is killed."""
+        self._logs, self._address, self._grace = logs, address, grace
+        self._waiting: list[tuple[Place, Any]] = []
+        self._engines: list[ActorEngine] = []
+        self._started = False
+
+    def expect(self, places: Sequence[Place]) -> None:
+        """Start or join Ray, and start the actors. Raises ConfigError if the cluster cannot be reached."""
+        self._connect()
+        self._waiting += [(place, self._actor(place)) for place in places]
+
+    async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
+        self._connect()
+        found = next((pair for pair in self._waiting if pair[0] == spec.place), None)
+        if found is not None:
+            self._waiting.remove(found)
+        actor = self._actor(spec.place) if found is None else found[1]
+        engine = ActorEngine(spec, actor, self._log(spec.place), on_events, grace=self._grace)
+        self._engines.append(engine)
+        try:
+            await engine.start()
+        except asyncio.CancelledError:
+            await engine.close()
+            raise
+        except ConfigError as error:
+            require_not_configuration(spec, error, (e.spec for e in self._engines if e.calls.was_built))
+            raise
+        return engine
+
+    async def close(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self._engines:
+                tasks.create_task(engine.close())
+
+    def kill(self) -> None:
+        for _, actor in self._waiting:
+            _kill(actor)
+        for engine in self._engines:
+            _kill(engine.actor)
+        self._waiting.clear()
+        if self._started:
+            self._started = False
+            ray.shutdown()
+
+    def _connect(self) -> None:
+        if self._started or ray.is_initialized():  # else it is somebody's who goes on with it
+            return
+        options: dict[str, Any] = {"include_dashboard": False} if self._address is None else {"address": self._address}
+        try:
+            ray.init(
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}},
+                **options,
+            )
+        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            where = "cannot be started here" if self._address is None else f'ray.address = "{self._address}"'
+            raise ConfigError(f'runtime = "ray": {where}: {str(error).partition(chr(10))[0]}') from error
+        self._started = True
+
+    def _actor(self, place: Place) -> Any:
+        """An actor that will hold the engine of a place. It asks for no logical CPU: engines of one machine share its
+        cores, and how many threads each computes with is in its place."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        kind: Any = ray.remote(EngineActor)
+        options = kind.options(
+            num_cpus=0,
+            max_restarts=RESTARTS_OF_RAY,
+            max_concurrency=1000,
+            name=f"{place.group}/{place.rank}/{os.urandom(4).hex()}",
+        )
+        return options.remote(place.engine.partition(":")[0], list(sys.path), str(self._log(place).resolve()))
+
+    def _log(self, place: Place) -> Path:
+        return self._logs / f"{place.group}-{place.rank}.log"
+
+
+class ActorEngine:
+    """One engine in an actor, as its callers see it."""
+
+    def __init__(self, spec: EngineSpec, actor: Any, log: Path, on_events: OnEvents, *, grace: float = 5.0) -> None:
+        self.spec, self.actor = spec, actor
+        self.calls = Calls(spec, on_events)
+        self._log, self._grace = log, grace
+        self._log_start = log.stat().st_size if log.exists() else 0
+        self._listener: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+        self._pid = 0
+
+    async def start(self) -> None:
+        """Send the specification and wait until the engine is built. Raises what its constructor raised."""
+        self._listener = asyncio.create_task(self._listen(), name=f"{self.spec.group}/{self.spec.rank} listener")
+        with contextlib.suppress(RayActorError):  # the listener says why
+            self._pid = await self.actor.pid.remote()
+            await self.actor.start.remote(self.spec)
+        await self.calls.ready
+
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        key, reply = self.calls.open()
+        self.actor.put.remote(key, verb, arguments)
+        try:
+            return await reply
+        except asyncio.CancelledError:
+            if not self.calls.ended:
+                self.actor.cancel.remote(key)
+            raise
+
+    async def close(self, *, at_once: bool = False) -> None:
+        if self.calls.close():
+            self.actor.stop.remote()
+        if self._listener is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.0 if at_once else self._grace):
+                    await self._ended.wait()
+            self._listener.cancel()
+            await asyncio.wait([self._listener])
+        _kill(self.actor)
+
+    async def _listen(self) -> None:
+        """Consumes what the engine says until it ends; fails every call then."""
+        try:
+            while True:
+                for said in await self.actor.listen.remote():
+                    self._hear(said)
+                    if said.kind == "ended":
+                        self._ended.set()
+                        return
+        except RayActorError as error:
+            self._ended.set()
+            if not self.calls.ended:
+                words = " ".join(str(error).split())
+                quoted = last_lines(self._log, self._log_start)
+                self.calls.fail(
+                    EngineLost(
+                        f"group {self.spec.group!r}, rank {self.spec.rank}: actor of process {self._pid} is lost: "
+                        f"{words}. {self._log} says last:{quoted}"
+                    )
+                )
+
+    def _hear(self, said: Said) -> None:
+        match said.kind:
+            case "ready":
+                self.calls.built()
+            case "result":
+                self.calls.result(said.key, said.payload)
+            case "error":
+                self.calls.error(said.key, said.payload)
+            case "events":
+                self.calls.events(said.payload)
+            case "failed":
+                self.calls.fail(said.payload)
+            case "ended":
+                pass
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(RayError, RuntimeError, ValueError):
+        ray.kill(actor, no_restart=True)
