@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrlhf.errors import PublishRefused
 from asyncrlhf.testing import FakeTransfer
 from asyncrlhf.testing.conformance import WEIGHT_TRANSFER, TransferSubject
 from asyncrlhf.weights.inproc import InprocTransfer
@@ -65,3 +66,23 @@ def test_fake(check: Any) -> None:
             values[0] += 1.0
 
     check(TransferSubject(make=FakeTransfer, weights=weights, change=change, equal=lambda a, b: list(a) == list(b)))
+
+
+def test_N14_a_receiver_too_slow_for_its_version_is_told_so_and_the_next_one_arrives_whole() -> None:
+    sender, receiver = SharedMemoryTransfer(), SharedMemoryTransfer()
+    reading = receiver.receive(sender.send(0, tensors(0)))
+    name, first = next(reading)
+    assert same_bytes(first, tensors(0)[name])
+    sender.send(1, tensors(1))
+    newest = sender.send(2, tensors(2))  # where version 0 was
+    with pytest.raises(PublishRefused, match="holds version 2"):
+        list(reading)
+    arrived = dict(receiver.receive(newest))
+    assert all(same_bytes(arrived[name], weight) for name, weight in tensors(2).items())
+
+
+def test_N14_weights_that_change_their_shape_move_to_new_memory() -> None:
+    sender, receiver = SharedMemoryTransfer(), SharedMemoryTransfer()
+    for version in range(4):
+        weights = {"w": torch.full((version + 1, 1000), float(version))}
+        assert same_bytes(dict(receiver.receive(sender.send(version, weights)))["w"], weights["w"])

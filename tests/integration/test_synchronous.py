@@ -112,16 +112,19 @@ def by_hand(model: Path, minibatches: int) -> tuple[list[float], dict[str, torch
     return rewards, load_file(model.parent / "by_hand" / "model.safetensors"), uids
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_zero_staleness_equals_the_synchronous_loop(in_directory: Callable[[str], Path], minibatches: int) -> None:
-    """Invariant 7, with the real engines; case A6."""
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("runtime", "minibatches"), [("inproc", 1), ("inproc", 2), ("local", 2), ("ray", 2)])
+def test_zero_staleness_equals_the_synchronous_loop(
+    in_directory: Callable[[str], Path], runtime: str, minibatches: int
+) -> None:
+    """Invariant 7, with the real engines, wherever they live; case A6."""
     config = in_directory(
         grpo(
             top=f"train_steps = {STEPS}\nprompts_per_step = {PROMPTS}\nanswers_per_prompt = {ANSWERS}\n"
             f"[settings]\nminibatches = {minibatches}"
         )
     )
-    assert run(load(str(config))) == 0
+    assert run(load(str(config), [f"runtime={runtime}"])) == 0
     rewards, weights, uids = by_hand(config.parent / "run/initial/policy", minibatches)
     rows = [json.loads(line) for line in (config.parent / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["reward/mean"] for row in rows] == rewards

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from asyncrlhf.backends.torch.optimizer import learning_rate
+from asyncrlhf.backends.torch.optimizer import Optimizer, learning_rate
 from asyncrlhf.backends.torch.options import OptimizerOptions
 
 PEAK = 3e-4
@@ -56,3 +58,30 @@ def test_a_run_of_one_step_runs_at_the_peak() -> None:
 def test_a_decay_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match=r"total_steps \(10\) above warmup_steps \(10\)"):
         OptimizerOptions(schedule="cosine", warmup_steps=10, total_steps=10)
+
+
+def test_m2_the_optimizer_holds_its_memory_from_the_start_and_steps_as_a_plain_one_does() -> None:
+    options = OptimizerOptions(learning_rate=0.1, weight_decay=0.1, max_grad_norm=0.0)
+    start = {"matrix": torch.randn(3, 4), "vector": torch.randn(5)}
+    ours, plain = ({name: nn.Parameter(value.clone()) for name, value in start.items()} for _ in range(2))
+    optimizer = Optimizer(ours, options)
+    held = optimizer.state()["state"]
+    assert [state["exp_avg"].shape for state in held.values()] == [(3, 4), (5,)]
+    assert [state["exp_avg_sq"].shape for state in held.values()] == [(3, 4), (5,)]
+    places = [state["exp_avg"].data_ptr() for state in held.values()]
+    reference = torch.optim.AdamW(
+        [{"params": [plain["matrix"]]}, {"params": [plain["vector"]], "weight_decay": 0.0}],
+        lr=0.1,
+        betas=options.betas,
+        weight_decay=0.1,
+        fused=True,
+    )
+    for step in range(3):
+        for name in start:
+            gradient = torch.randn(start[name].shape)
+            ours[name].grad, plain[name].grad = gradient.clone(), gradient.clone()
+        optimizer.step(step, optimizer.gradient_norm())
+        reference.step()
+        for name in start:
+            assert torch.equal(ours[name], plain[name])
+    assert [state["exp_avg"].data_ptr() for state in optimizer.state()["state"].values()] == places

@@ -43,6 +43,12 @@ class Optimizer:
             weight_decay=options.weight_decay,
             fused=all(p.device.type in ("cpu", "cuda") for p in self._parameters),
         )
+        for parameter in self._parameters:  # not at the first step, when a run that fits so far would run out of memory
+            self._adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
