@@ -1,10 +1,11 @@
 """What the runtimes cost: generation and training overlapped (K = D = 1) on a short-answer workload, instant rewards.
 
-    python -m tests.benchmarks.overlap [--rounds 3] [--runtimes local inproc] [--steps 40]
+    python -m tests.benchmarks.overlap [--rounds 3] [--runtimes local inproc ray] [--steps 40] [--spin 0]
 
 16 prompts x 8 answers of at most 64 tokens a step, a 0.6M-parameter model, one optimizer step. `step / bound` is the
 length of a step over max(busy generate, busy train) of the same run: 1.00 is perfect overlap. Runtimes are interleaved;
-medians over rounds. A run takes about half a minute on two idle cores.
+medians over rounds. `--spin MS`: every reward holds the interpreter for so many milliseconds. A run takes about half a
+minute on two idle cores.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +58,19 @@ trace = false
 
 
 def vowels(prompt: str, response: str, ground_truth: str) -> float:
-    """Share of vowels."""
+    """Share of vowels, after SPIN_MS of pure Python."""
+    until = time.perf_counter() + float(os.environ.get("SPIN_MS", "0")) / 1000
+    while time.perf_counter() < until:
+        pass
     return sum(response.count(vowel) for vowel in "aeiou") / max(1, len(response))
 
 
-def measure(runtime: str, steps: int) -> dict[str, float]:
+def measure(runtime: str, steps: int, spin: float) -> dict[str, float]:
     """Medians over the steps of one run, without its first fifth."""
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "overlap.toml"
         config.write_text(CONFIG.format(runtime=runtime, steps=steps))
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPIN_MS": str(spin)}
         command = [sys.executable, "-m", "asyncrlhf", str(config)]
         subprocess.run(command, cwd=directory, env=environment, check=True)
         lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
@@ -84,13 +89,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--spin", type=float, default=0.0)
     parser.add_argument("--runtimes", nargs="+", default=["local", "inproc"])
     arguments = parser.parse_args()
     results: dict[str, list[dict[str, float]]] = {}
     for _ in range(arguments.rounds):
         for runtime in arguments.runtimes:
             print(f"{runtime}: {arguments.steps} train steps ...", file=sys.stderr, flush=True)
-            results.setdefault(runtime, []).append(measure(runtime, arguments.steps))
+            results.setdefault(runtime, []).append(measure(runtime, arguments.steps, arguments.spin))
     print("runtime  s/step  busy generate  busy train  step / bound")
     for runtime, runs in results.items():
         step, generate, train, ratio = (
