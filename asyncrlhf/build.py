@@ -84,10 +84,14 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
     """Every engine of every group, where it will live. In processes of their own, on CPUs, and if there are no more
     of them than cores, engines with a model get a core each unless their tables say which."""
     models = {name: table for name, table in wiring.engines.items() if isinstance(table, Compute)}
-    count = sum(getattr(table, "replicas", 1) * table.threads for table in models.values())
+    count = sum(_replicas(table) * table.threads for table in models.values())
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pinned = config.runtime == "local" and count <= len(cores) and not any(_on_gpu(t) for t in models.values())
-    free = [core for core in cores if core not in {table.core for table in models.values()}]
+    named = {
+        table.core + rank for table in models.values() if table.core is not None for rank in range(_replicas(table))
+    }
+    start = os.getpid() % max(1, len(cores)) if len(cores) > count else 0  # another run may have begun elsewhere
+    free = [core for core in (*cores[start:], *cores[:start]) if core not in named]
     found: dict[str, tuple[Place, ...]] = {}
     for name in wiring.engines:
         table = models.get(name)
@@ -107,7 +111,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
                 if free and pinned and table.threads == 1
                 else None,
             )
-            for rank in range(getattr(table, "replicas", 1))
+            for rank in range(_replicas(table))
         )
     return found
 
@@ -170,6 +174,10 @@ def build_groups(
             frozen = FrozenEngine(log, runtime, _spec(where[name][0], options), max_restarts=table.max_restarts)
             groups[name] = RewardGroup(name, log, RuleScorer(frozen, models.decode, silence=table.timeout + SILENCE))
     return groups
+
+
+def _replicas(table: Compute) -> int:
+    return table.replicas if isinstance(table, TorchRollout) else 1
 
 
 def _spec(place: Place, options: msgspec.Struct) -> EngineSpec:

@@ -16,11 +16,9 @@ from asyncrlhf.build import make_runtime, places
 from asyncrlhf.config.derive import derive
 from asyncrlhf.config.groups import Compute
 from asyncrlhf.config.schema import Config
+from asyncrlhf.control.rundir import Resume
 from asyncrlhf.control.signals import StoppedEarly, StopSignals
-from asyncrlhf.errors import (
-    CheckpointError,
-    ConfigError,
-)
+from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.models import Models
 from asyncrlhf.session import Session
@@ -86,16 +84,37 @@ def _train(stage: Stage, signals: StopSignals) -> int:
 
         runner = uvloop.run
     restarts = RestartBudget(limit=stage.config.limits.max_restarts)
-    while True:
-        resumed = stage.directory.resume(stage.wiring.experience_type)
-        anew = resumed is None or not resumed.own
-        runtime = make_runtime(stage.config, stage.directory.path)
-        try:
-            runtime.expect([place for group in places(stage.config, stage.wiring).values() for place in group])
-            models = Models.prepare(stage.config, stage.wiring, stage.directory.path, anew=anew)
-            code = runner(Session(stage, models, signals, runtime, restarts).run(resumed))
-        finally:
-            runtime.kill()
-        if code is not None:
-            return code
-        stage = prepare(stage.config)  # a data set is read once
+    resumed = stage.directory.resume(stage.wiring.experience_type)
+    code = _session(stage, signals, restarts, resumed, runner)
+    with signals.asking(_nothing, _nothing):  # between two sessions a signal is noted, for the next one to see
+        while code is None:
+            try:
+                stage = prepare(stage.config)  # a data set is read once
+                resumed = stage.directory.newest(stage.wiring.experience_type)
+                code = _session(stage, signals, restarts, resumed, runner)
+            except (AsyncRLHFError, OSError) as error:
+                print(f"error: the run cannot go on from {stage.directory.path}: {error}", file=sys.stderr)
+                return 1  # as summary.json says since the process was lost
+    return code
+
+
+def _session(
+    stage: Stage,
+    signals: StopSignals,
+    restarts: RestartBudget,
+    resumed: Resume | None,
+    runner: Callable[[Any], int | None],
+) -> int | None:
+    """One session on engines of its own: its exit code, or None if another one has to go on."""
+    anew = resumed is None or not resumed.own
+    runtime = make_runtime(stage.config, stage.directory.path)
+    try:
+        runtime.expect([place for group in places(stage.config, stage.wiring).values() for place in group])
+        models = Models.prepare(stage.config, stage.wiring, stage.directory.path, anew=anew)
+        return runner(Session(stage, models, signals, runtime, restarts).run(resumed))
+    finally:
+        runtime.kill()
+
+
+def _nothing() -> None:
+    pass

@@ -47,6 +47,8 @@ from asyncrlhf.stages import Stage
 
 __all__ = ("Session",)
 
+NEWLINE = "\n"
+
 
 class Session:
     """One run: its parts, and how they start, save and end."""
@@ -98,8 +100,13 @@ class Session:
             error = cause_of(problem)
             if not isinstance(error, AsyncRLHFError | OSError):
                 traceback.print_exception(error)
-            if isinstance(error, EngineLost) and await self._may_go_on(error):
-                return None
+            if isinstance(error, EngineLost) and self.started and self.directory.checkpoints.complete():
+                if await self._may_go_on(error):
+                    return None
+                if self.signals.received is not None:
+                    first = str(error).partition(NEWLINE)[0]
+                    way = f"{first}; {self.directory.way_on} goes on from the newest checkpoint"
+                    return self._ended("stopped", self.signals.received.name, way)
             await self._save_after(error)
             message = str(error)
             if isinstance(error, OSError) and not isinstance(error, AsyncRLHFError):
@@ -139,7 +146,7 @@ class Session:
             observer.log,
             mode=config.publish.mode,
             timeout=config.publish.timeout,
-            probe_gap=config.limits.logprob_gap,
+            probe_gap=config.publish.probe_gap,
             evaluator=self._evaluator(),
             after_step=self._after_step,
             state=lambda: state_numbers(self.algorithm.state),
@@ -325,18 +332,18 @@ class Session:
         self.observer.emit(Checkpointed(train_step=version, path=str(path), seconds=time.perf_counter() - started))
 
     async def _may_go_on(self, error: EngineLost) -> bool:
-        """Waits as the restart policy says, and tells the user; False if the run has to fail."""
-        if not self.started or self.signals.received is not None or not self.directory.checkpoints.complete():
-            return False
-        delay = self.restarts.failed(time.monotonic())
+        """Waits as the restart policy says, and tells the user; False if the run has to end. Until another session has
+        begun, summary.json says that this one has failed."""
+        delay = None if self.signals.received is not None else self.restarts.failed(time.monotonic())
         if delay is None:
             return False
         newest, count = self.directory.checkpoints.complete()[-1], len(self.restarts.failures)
         self.observer.emit(
             Warned(message=f"{error}\ngoing on from {newest} (limits.max_restarts: {count} of {self.restarts.limit})")
         )
+        self.observer.summary.see(self._ended("failed", type(error).__name__, str(error)), live=True)
         await asyncio.sleep(delay)
-        return True
+        return self.signals.received is None
 
     async def _save_after(self, error: BaseException) -> None:
         """A run that fails between two train steps loses none of them, unless its weights or its disk are bad."""

@@ -123,6 +123,10 @@ def wire(config: Config) -> Wiring:
     except TypeError as error:
         raise ConfigError(f'algorithm = "{config.algorithm}": {error}') from None
     tables = {name: convert(config.groups[name], ROLES[role], f"groups.{name}") for name, role in roles.items()}
+    if config.evaluation.judges and not config.evaluation.every:
+        raise ConfigError(
+            "evaluation.judges are set and evaluation.every = 0, so nobody asks them; set it to 1 or more"
+        )
     judges: dict[str, msgspec.Struct] = {}
     for name, table in config.evaluation.judges.items():
         if name in roles or name == "reward":

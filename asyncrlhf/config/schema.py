@@ -79,8 +79,7 @@ class Limits(Table, frozen=True, kw_only=True):
     """Times within an hour that the run goes on from its newest checkpoint when the process of a trained model is lost;
     0: the run then fails."""
     logprob_gap: Amount = 0.1
-    """Nats by which sampler and trainer may differ on a token of the same weights: beyond it a train step warns, and an
-    engine that differs on fixed tokens right after a publish is fenced; 0: not looked at."""
+    """Nats by which sampler and trainer may differ on a token of the same weights before a warning; 0: no warning."""
     wait_timeout: PositiveAmount = 60.0
     """Seconds that `at_deadline = "wait"` waits before it drops."""
 
@@ -170,6 +169,9 @@ class Publish(Table, frozen=True, kw_only=True):
     """Swap weights at a token boundary of running answers, or let them finish first."""
     kv: Literal["rebuild", "keep"] = "rebuild"
     """What becomes of the KV cache of running answers: recomputed, or kept and their tokens flagged kv_mixed."""
+    probe_gap: Amount = 0.5
+    """Nats by which an engine may differ from its trainer on fixed tokens right after it has taken new weights, before
+    it is fenced: it then computes with others; 0: it is not asked."""
     timeout: PositiveAmount = 300.0
     """Seconds an engine has to take new weights, to accept answers or to give them back, before it is fenced."""
 

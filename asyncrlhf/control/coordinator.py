@@ -245,7 +245,7 @@ class Coordinator:
         if not gap <= self._probe_gap:
             raise GroupError(
                 f"{replica.key} has committed version {weights.version}, and differs from its trainer by {gap:.3g} "
-                f"nats on fixed tokens (limits.logprob_gap = {self._probe_gap:g}): it computes with other weights, "
+                f"nats on fixed tokens (publish.probe_gap = {self._probe_gap:g}): it computes with other weights, "
                 "or in another precision"
             )
 

@@ -189,10 +189,17 @@ class RunDirectory:
         change, CheckpointError when no checkpoint can be read.
         """
         path = self.resume_path()
-        if path is None:
-            return None
-        own, asked = self.checkpoints.owns(path), path == Path(self._config.resume)
-        older = [p for p in reversed(self.checkpoints.complete()) if not asked and step_of(p) < step_of(path)]
+        return None if path is None else self._read(path, experience, alone=path == Path(self._config.resume))
+
+    def newest(self, experience: type[Experience]) -> Resume:
+        """Read this directory's newest checkpoint that is not torn, whatever `resume` says: the run itself goes on from
+        there. Raises as `resume` does."""
+        return self._read(self.checkpoints.complete()[-1], experience, alone=False)
+
+    def _read(self, path: Path, experience: type[Experience], *, alone: bool) -> Resume:
+        """A checkpoint, or if it is torn and not to be taken `alone`, the newest older one of this directory."""
+        own = self.checkpoints.owns(path)
+        older = [p for p in reversed(self.checkpoints.complete()) if not alone and step_of(p) < step_of(path)]
         torn: list[str] = []
         for candidate in (path, *older):
             try:

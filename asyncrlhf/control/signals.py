@@ -49,12 +49,16 @@ class StopSignals:
 
     @contextlib.contextmanager
     def asking(self, ask: Callable[[], None], last_words: Callable[[], None]) -> Generator[None]:
-        """Inside, the first signal calls `ask` and a second one `last_words`, just before the end."""
+        """Inside, the first signal calls `ask`, also one that has come already, and a second one `last_words`, just
+        before the end."""
+        before = self._ask, self._last_words
         self._ask, self._last_words = ask, last_words
+        if self.received is not None:
+            ask()
         try:
             yield
         finally:
-            self._ask = self._last_words = None
+            self._ask, self._last_words = before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame

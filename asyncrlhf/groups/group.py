@@ -19,7 +19,7 @@ from asyncrlhf.messages.engines import Busy
 from asyncrlhf.observe.events import EngineBusy
 from asyncrlhf.observe.log import EventLog
 
-__all__ = ("Group", "Request", "answer", "emit_busy", "refuse", "within")
+__all__ = ("Group", "Request", "TooLate", "answer", "emit_busy", "refuse", "within")
 
 T = TypeVar("T")
 
@@ -91,13 +91,17 @@ def emit_busy(log: EventLog, group: str, rank: int, event: EngineEvent) -> bool:
     return True
 
 
+class TooLate(GroupError):
+    """An engine has not answered in time."""
+
+
 async def within(seconds: float | None, call: Awaitable[T], what: str) -> T:
-    """Await an engine at most `seconds` (None: for ever). Raises GroupError, naming `what`, when it takes longer."""
+    """Await an engine at most `seconds` (None: for ever). Raises TooLate, naming `what`, when it takes longer."""
     try:
         async with asyncio.timeout(seconds):
             return await call
     except TimeoutError:
-        raise GroupError(
+        raise TooLate(
             f"{what} has not come back within limits.stall_timeout = {seconds:g} s; its engine hangs, or the limit is "
             "too low for this model"
         ) from None

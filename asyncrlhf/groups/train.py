@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import AsyncRLHFError, GroupError
-from asyncrlhf.groups.group import Group, Request, answer, refuse, within
+from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
+from asyncrlhf.groups.group import Group, Request, TooLate, answer, refuse, within
 from asyncrlhf.messages import (
     Array,
     ArrayColumn,
@@ -128,7 +128,13 @@ class TrainGroup(Group):
         return result
 
     async def _call(self, verb: str, *arguments: object) -> Any:
-        return await within(self._call_timeout, self.engine.call(verb, *arguments), f"group {self.name!r}: {verb}")
+        """Raises EngineLost, and ends the engine, when it does not come back."""
+        try:
+            call = self.engine.call(verb, *arguments)
+            return await within(self._call_timeout, call, f"group {self.name!r}: {verb}")
+        except TooLate as error:
+            await self.engine.close(at_once=True)
+            raise EngineLost(str(error)) from None
 
     # ---- the actor ---------------------------------------------------------------------------------------------
     async def handle(self, requests: list[Request]) -> None:

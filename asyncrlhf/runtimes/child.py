@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ class Channel:
 
 
 def main(descriptor: int, module: str) -> None:
+    os.set_inheritable(descriptor, False)  # a process that a reward function starts must not keep the socket open
     _die_with_parent()
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -77,14 +79,14 @@ def main(descriptor: int, module: str) -> None:
     threading.Thread(target=_read, args=(channel, commands), name="reader", daemon=True).start()
     sys.path[:] = path
     engine: Engine | None = None
+    code = 0
     try:
         engine = build(spec)
         channel.send("ready")
         EngineLoop(spec, engine, commands, channel).run()
-    except OSError as error:
-        if error.filename is not None or not isinstance(error, BrokenPipeError | ConnectionError):
-            _fail(channel, spec, error)
     except BaseException as error:  # the boundary of the process: everything becomes a message
+        code = 1
+        traceback.print_exception(error)
         _fail(channel, spec, error)
     finally:
         try:
@@ -93,7 +95,7 @@ def main(descriptor: int, module: str) -> None:
         except Exception as error:  # nobody awaits it any more
             print(f"{spec.group}/{spec.rank} could not be closed: {error!r}", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(0)  # threads of users' functions may hang
+        os._exit(code)  # threads of users' functions may hang
 
 
 def _wait_for_spec(channel: Channel, module: str) -> tuple[Header, tuple[list[str], EngineSpec]]:

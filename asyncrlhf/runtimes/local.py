@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
-from asyncrlhf.errors import ConfigError, EngineLost
-from asyncrlhf.runtimes.frames import LENGTH, decode, encode, header_length, read_header
+from asyncrlhf.errors import ConfigError, EngineLost, SampleError
+from asyncrlhf.runtimes.frames import LENGTH, Header, decode, encode, header_length, read_header
 from asyncrlhf.runtimes.handle import Calls, require_not_configuration
 from asyncrlhf.runtimes.logs import last_lines
+from asyncrlhf.runtimes.loop import described
 
 __all__ = ("Host", "LocalRuntime", "ProcessEngine")
 
@@ -45,7 +46,8 @@ class LocalRuntime:
 
     def expect(self, places: Sequence[Place]) -> None:
         """Start their processes, which import what they will need. Raises OSError."""
-        self._waiting += [Host(place, self._logs) for place in places]
+        for place in places:
+            self._waiting.append(Host(place, self._logs))
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
         host = next((host for host in self._waiting if host.place == spec.place), None)
@@ -54,7 +56,7 @@ class LocalRuntime:
         else:
             self._waiting.remove(host)
         engine = ProcessEngine(spec, host, on_events, grace=self._grace)
-        self._engines.append(engine)
+        self._engines = [*(other for other in self._engines if other.spec != spec or not other.calls.ended), engine]
         try:
             await engine.start()
         except asyncio.CancelledError:
@@ -110,11 +112,15 @@ class Host:
             )
 
     def kill(self) -> None:
-        """End it at once, and reap it."""
+        """End it at once with whatever it has started, and reap it."""
         self.socket.close()
-        if self.process.returncode is None:
-            self.process.kill()
-            self.process.wait()
+        self.kill_group()
+        self.process.wait()
+
+    def kill_group(self) -> None:
+        """End the process and all others of its session: what a reward function has started, say."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def last_words(self) -> str:
         """How the process ended and what it printed last, once it has ended."""
@@ -136,24 +142,29 @@ class ProcessEngine:
         self.spec, self.host = spec, host
         self.calls = Calls(spec, on_events)
         self._grace = grace
+        self._loop = asyncio.get_running_loop()
         self._reader_task: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._room = asyncio.Lock()
 
     async def start(self) -> None:
         """Send the specification and wait until the engine is built. Raises what its constructor raised."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self.host.socket, limit=1 << 22)
-        self._reader_task = asyncio.create_task(self._read(reader), name=f"{self.spec.group}/{self.spec.rank} reader")
+        name = f"{self.spec.group}/{self.spec.rank} reader"
+        self._reader_task = self._loop.create_task(self._read(reader), name=name)
+        self._watch()
         await self._send(encode("spawn", (list(sys.path), self.spec)))
         await self.calls.ready
 
     async def call(self, verb: str, *arguments: Any) -> Any:
-        frame = encode("call", arguments, key=(opened := self.calls.open())[0], verb=verb)
-        key, reply = opened
-        await self._send(frame)
+        key, reply = self.calls.open()
         try:
+            await self._send(self._encoded(key, verb, arguments))
             return await reply
+        except SampleError:
+            reply.cancel()
+            raise
         except asyncio.CancelledError:
+            reply.cancel()
             if not self.calls.ended and self._writer is not None:
                 self._writer.writelines(encode("cancel", key=key))
             raise
@@ -162,17 +173,37 @@ class ProcessEngine:
         if self.calls.close() and self._writer is not None:
             with contextlib.suppress(ConnectionError, RuntimeError):
                 self._writer.writelines(encode("close"))
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await loop.run_in_executor(None, self.host.process.wait, 0.0 if at_once else self._grace)
-        if self.host.process.returncode is None:
-            self.host.process.kill()
-            await loop.run_in_executor(None, self.host.process.wait)
+        await self._loop.run_in_executor(None, self._end, 0.0 if at_once else self._grace)
         if self._reader_task is not None:
             self._reader_task.cancel()
             await asyncio.wait([self._reader_task])
         if self._writer is not None:
             self._writer.close()
+
+    def _watch(self) -> None:
+        """When the process has ended, end what it has started, which may hold its end of the socket open."""
+        if not hasattr(os, "pidfd_open"):
+            return
+        try:
+            descriptor = os.pidfd_open(self.host.process.pid)
+        except OSError:
+            return
+
+        def ended() -> None:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+            self.host.kill_group()
+
+        self._loop.add_reader(descriptor, ended)
+
+    def _encoded(self, key: int, verb: str, arguments: tuple[Any, ...]) -> list[bytes | memoryview]:
+        try:
+            return encode("call", arguments, key=key, verb=verb)
+        except Exception as error:  # whatever the pickling of a user's object raises
+            raise SampleError(
+                f"group {self.spec.group!r}: what {verb} is given cannot be sent to another process "
+                f"({type(error).__name__}: {error}); use plain data"
+            ) from error
 
     async def _send(self, frame: Sequence[bytes | memoryview]) -> None:
         """Frames leave whole and in order; waits while the process does not read. Never raises for a process that has
@@ -183,34 +214,46 @@ class ProcessEngine:
             await self._writer.drain()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Consumes what the process says until it ends; fails every call then."""
-        try:
-            while True:
-                header = read_header(await reader.readexactly(header_length(await reader.readexactly(LENGTH))))
-                payload = decode([await reader.readexactly(size) for size in header.sizes])
-                match header.kind:
-                    case "ready":
-                        self.calls.built()
-                    case "result":
-                        self.calls.result(header.key, payload)
-                    case "error":
-                        self.calls.error(header.key, payload)
-                    case "events":
-                        self.calls.events(payload)
-                    case "failed":
-                        self.calls.fail(payload)
-                    case _:
-                        raise ValueError(f"{self.spec.group}/{self.spec.rank} said {header.kind!r}")
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        words = await asyncio.get_running_loop().run_in_executor(None, self._end)
+        """Consumes what the process says until it ends; fails every call then. What it says is acted upon in callbacks
+        of the event loop, whose errors end the run."""
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            try:
+                while True:
+                    header = read_header(await reader.readexactly(header_length(await reader.readexactly(LENGTH))))
+                    payload = decode([await reader.readexactly(size) for size in header.sizes])
+                    self._loop.call_soon(self._hear, header, payload)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                raise
+            except Exception as error:  # not a frame, or one that cannot be unpickled here
+                self._loop.call_soon(self.calls.fail, described(self.spec, error))
+                return
+        words = await self._loop.run_in_executor(None, self._last_words)
         if not self.calls.ended:
-            self.calls.fail(EngineLost(f"group {self.spec.group!r}, rank {self.spec.rank}: {words}"))
+            lost = EngineLost(f"group {self.spec.group!r}, rank {self.spec.rank}: {words}")
+            self._loop.call_soon(self.calls.fail, lost)
 
-    def _end(self) -> str:
+    def _hear(self, header: Header, payload: Any) -> None:
+        match header.kind:
+            case "ready":
+                self.calls.built()
+            case "result":
+                self.calls.result(header.key, payload)
+            case "error":
+                self.calls.error(header.key, payload)
+            case "events":
+                self.calls.events(payload)
+            case "failed":
+                self.calls.fail(payload)
+            case _:
+                raise ValueError(f"{self.spec.group}/{self.spec.rank} said {header.kind!r}")
+
+    def _last_words(self) -> str:
         """A process that has closed its socket ends, or is ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.host.process.wait(self._grace)
-        if self.host.process.returncode is None:
-            self.host.process.kill()
+        self._end(self._grace)
         return self.host.last_words()
+
+    def _end(self, grace: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.host.process.wait(grace)
+        self.host.kill_group()
+        self.host.process.wait()

@@ -55,7 +55,7 @@ class RayRuntime:
             self._waiting.remove(found)
         actor = self._actor(spec.place) if found is None else found[1]
         engine = ActorEngine(spec, actor, self._log(spec.place), on_events, grace=self._grace)
-        self._engines.append(engine)
+        self._engines = [*(other for other in self._engines if other.spec != spec or not other.calls.ended), engine]
         try:
             await engine.start()
         except asyncio.CancelledError:
@@ -122,6 +122,7 @@ class ActorEngine:
         self.calls = Calls(spec, on_events)
         self._log, self._grace = log, grace
         self._log_start = log.stat().st_size if log.exists() else 0
+        self._loop = asyncio.get_running_loop()
         self._listener: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._pid = 0
@@ -160,7 +161,7 @@ class ActorEngine:
         try:
             while True:
                 for said in await self.actor.listen.remote():
-                    self._hear(said)
+                    self._loop.call_soon(self._hear, said)  # where an error ends the run
                     if said.kind == "ended":
                         self._ended.set()
                         return
@@ -169,12 +170,11 @@ class ActorEngine:
             if not self.calls.ended:
                 words = " ".join(str(error).split())
                 quoted = last_lines(self._log, self._log_start)
-                self.calls.fail(
-                    EngineLost(
-                        f"group {self.spec.group!r}, rank {self.spec.rank}: actor of process {self._pid} is lost: "
-                        f"{words}. {self._log} says last:{quoted}"
-                    )
+                lost = EngineLost(
+                    f"group {self.spec.group!r}, rank {self.spec.rank}: actor of process {self._pid} is lost: {words}. "
+                    f"{self._log} says last:{quoted}"
                 )
+                self._loop.call_soon(self.calls.fail, lost)
 
     def _hear(self, said: Said) -> None:
         match said.kind:

@@ -43,7 +43,7 @@ class Scenario:
     stall_timeout: float = 1800.0
     max_restarts: int = 3
     probe_gap: float = 1e-6
-    """As `limits.logprob_gap`, for the probe after every commit."""
+    """As `publish.probe_gap`."""
 
     rows: int | None = 12
     """Rows of the data set; None: without end, which needs train_steps."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
+import os
 import re
+import subprocess
 import threading
+import time
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,4 +168,17 @@ def holds(prompt: str, response: str, ground_truth: str) -> float:
     """Holds the interpreter for ever with one prompt: a regular expression that backtracks."""
     if prompt == HELD:
         re.match(r"(a+)+$", "a" * 64 + "b")
+    return graded(prompt, response, ground_truth)
+
+
+def starts_a_process(prompt: str, response: str, ground_truth: str) -> float:
+    """Leaves a process running, as a sandbox does, and another one that is a copy of its own."""
+    with contextlib.suppress(FileExistsError):
+        Path("starting").mkdir()
+        sleeper, copied = subprocess.Popen(["sleep", "600"]).pid, os.fork()
+        if not copied:
+            time.sleep(600)
+            os._exit(0)
+        Path("started").write_text(f"{sleeper} {copied}")
+    time.sleep(0.05)
     return graded(prompt, response, ground_truth)

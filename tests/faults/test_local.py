@@ -54,7 +54,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def shared_memory() -> set[str]:
+    """What has a name in shared memory; weights have none, and are freed with the last process that holds them."""
     return set(os.listdir("/dev/shm"))
+
+
+def gone(there: dict[str, int]) -> bool:
+    return wait_for(lambda: not any(alive(pid) for pid in there.values()))
 
 
 def kill_at(child: Child, run: Path, step: int, engine: str) -> int:
@@ -77,7 +82,10 @@ def test_L12_every_engine_is_killed_once_and_every_prompt_is_trained_once(forks:
     killed: list[int] = []
     for step, engine in ((1, "rollout/0"), (4, "reference/0"), (7, "reward/0"), (11, "policy/0")):
         killed.append(kill_at(child, run, step, engine))
+    there = engines(child.pid)
+    assert set(there) >= {"rollout/0", "reference/0", "reward/0"}
     assert child.wait(PATIENCE) == 0, child.text
+    assert gone(there)
     assert scene.lineage(run).consumed == dict.fromkeys(range(80), 1)
     assert [row["train_step"] for row in scene.rows(run)] == list(range(20))
     assert scene.summary(run)["status"] == "completed"
@@ -87,22 +95,74 @@ def test_L12_every_engine_is_killed_once_and_every_prompt_is_trained_once(forks:
     assert "limits.max_restarts: 1 of 3" in child.text
     for engine in ("rollout", "reference", "reward"):
         assert f"engine {engine}/0 is back" in child.text
-    assert reference
-    assert reward
-    assert engines(child.pid) == {}
+    assert not any(alive(pid) for pid in (reference, reward))
     assert shared_memory() == before
-    assert not (run / "logs" / "policy-0.log").read_text()
 
 
 def test_a_trainer_that_is_lost_too_often_fails_the_run_and_names_the_signal(forks: Forks, tmp_path: Path) -> None:
     name, run = scene.write(tmp_path, LOCAL), tmp_path / "run"
     child = forks.start(tmp_path, name, "limits.max_restarts=0")
+    assert child.until(lambda: len(engines(child.pid)) == 3, PATIENCE)
+    there = engines(child.pid)
     pid = kill_at(child, run, 1, "policy/0")
     assert child.wait(PATIENCE) == 1
     said = scene.summary(run)
     assert (said["status"], said["reason"]) == ("failed", "EngineLost")
     assert f"group 'policy', rank 0: process {pid} was ended by SIGKILL (signal 9)" in said["message"]
-    assert engines(child.pid) == {}
+    assert gone(there)
+
+
+@pytest.mark.parametrize("resume", ["never", "run/checkpoints/step-000002"])
+def test_a_lost_trainer_goes_on_from_the_newest_checkpoint_whatever_resume_says(
+    forks: Forks, tmp_path: Path, resume: str
+) -> None:
+    name, run = scene.write(tmp_path, LOCAL.replace("train_steps = 6", "train_steps = 12")), tmp_path / "run"
+    if resume != "never":
+        assert forks.start(tmp_path, name, "train_steps=2", "runtime=inproc").wait(PATIENCE) == 0
+    child = forks.start(tmp_path, name, f"resume={resume}", "checkpoint.keep=9")
+    kill_at(child, run, 7, "policy/0")
+    assert child.wait(PATIENCE) == 0, child.text
+    resumed = [step for step in scene.lineage(run).resumed_from if step is not None]
+    assert resumed[-1] >= 6
+    assert scene.lineage(run).consumed == dict.fromkeys(range(48), 1)
+
+
+def test_a_signal_while_a_lost_trainer_comes_back_stops_the_run(forks: Forks, tmp_path: Path) -> None:
+    name, run = scene.write(tmp_path, LOCAL.replace("train_steps = 6", "train_steps = 400")), tmp_path / "run"
+    child = forks.start(tmp_path, name, "data.epochs=100")
+    kill_at(child, run, 3, "policy/0")
+    assert child.until(lambda: "going on from" in child.text, PATIENCE)
+    child.signal(signal.SIGINT)
+    assert child.wait(PATIENCE) == 130, child.text
+    said = scene.summary(run)
+    assert (said["status"], said["reason"]) == ("stopped", "SIGINT")
+    assert said["train_steps"] < 400
+
+
+def test_a_full_disk_ends_a_run_with_engines_in_processes(forks: Forks, tmp_path: Path) -> None:
+    name = scene.write(tmp_path, LOCAL.replace("train_steps = 6", "train_steps = 400"))
+    child = forks.start(tmp_path, name, "data.epochs=100", "checkpoint.every=0", file_bytes=60_000)
+    assert child.wait(PATIENCE) == 1, child.text
+    assert "File too large" in child.text
+
+
+def test_what_a_reward_function_starts_ends_with_it(forks: Forks, tmp_path: Path) -> None:
+    name, run = scene.write(tmp_path, LOCAL.replace("tasks:graded", "tasks:starts_a_process")), tmp_path / "run"
+    child = forks.start(tmp_path, name)
+    assert child.until((tmp_path / "started").exists, PATIENCE)
+    kill_at(child, run, 0, "reward/0")
+    assert child.wait(PATIENCE) == 0, child.text
+    started = [int(pid) for pid in (tmp_path / "started").read_text().split()]
+    assert started
+    assert wait_for(lambda: not any(alive(pid) for pid in started))
+
+
+def test_a_column_that_cannot_travel_fails_its_prompt_by_name(forks: Forks, tmp_path: Path) -> None:
+    text = LOCAL.replace('"asyncrlhf.data.tasks:reverse"', '"tests.faults.tasks:odd_rows"')
+    text = text.replace('options = { length = 3, alphabet = "abcdefgh", rows = 48 }\n', "")
+    child = forks.start(tmp_path, scene.write(tmp_path, text))
+    assert child.wait(PATIENCE) == 1
+    assert "cannot be sent to another process (TypeError: cannot pickle" in child.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
@@ -115,7 +175,7 @@ def test_no_engine_outlives_its_run(forks: Forks, tmp_path: Path, number: signal
     assert set(there) == {"policy/0", "rollout/0", "reward/0"}
     child.signal(number)
     assert child.wait(PATIENCE) == (130 if number is signal.SIGINT else -9)
-    assert wait_for(lambda: not any(alive(pid) for pid in there.values()))
+    assert gone(there)
     assert shared_memory() == before
 
 

@@ -144,6 +144,17 @@ class Model:
         stats = self.token_stats(ids[:, :-1], places, ids[0, 1:], temperature=1.0)
         return tuple(stats.logprobs.tolist())
 
+    @torch.no_grad()
+    def likely_tokens(self, count: int) -> tuple[int, ...]:
+        """Tokens that the model itself would choose, one after another: greedy decoding from the middle of its
+        vocabulary, without a cache."""
+        tokens = [self.vocabulary_size // 2]
+        while len(tokens) < count:
+            ids = torch.tensor([tokens], device=self.device)
+            logits = self.forward(ids, torch.tensor([len(tokens) - 1], device=self.device), use_cache=False)
+            tokens.append(int(logits[0].argmax()))
+        return tuple(tokens)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once (tied ones under their first name), in name order."""
         return dict(sorted(self.module.named_parameters()))
