@@ -255,6 +255,7 @@ def _rollout_group(
         kv=config.publish.kv,
         max_restarts=table.max_restarts,
         reply_timeout=config.publish.timeout,
+        start_timeout=config.limits.stall_timeout,
     )
 
 

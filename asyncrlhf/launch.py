@@ -78,24 +78,24 @@ def _set_threads(stages: Iterable[Stage]) -> None:
 
 
 def _train(stage: Stage, signals: StopSignals) -> int:
-    runner: Callable[[Any], int | None] = asyncio.run
+    runner: Callable[[Any], int | str] = asyncio.run
     with contextlib.suppress(ImportError):
         import uvloop
 
         runner = uvloop.run
     restarts = RestartBudget(limit=stage.config.limits.max_restarts)
     resumed = stage.directory.resume(stage.wiring.experience_type)
-    code = _session(stage, signals, restarts, resumed, runner)
+    ended = _session(stage, signals, restarts, resumed, runner)
     with signals.asking(_nothing, _nothing):  # between two sessions a signal is noted, for the next one to see
-        while code is None:
+        while isinstance(ended, str):
             try:
                 stage = prepare(stage.config)  # a data set is read once
                 resumed = stage.directory.newest(stage.wiring.experience_type)
-                code = _session(stage, signals, restarts, resumed, runner)
+                ended = _session(stage, signals, restarts, resumed, runner)
             except (AsyncRLHFError, OSError) as error:
                 print(f"error: the run cannot go on from {stage.directory.path}: {error}", file=sys.stderr)
                 return 1  # as summary.json says since the process was lost
-    return code
+    return ended
 
 
 def _session(
@@ -103,15 +103,16 @@ def _session(
     signals: StopSignals,
     restarts: RestartBudget,
     resumed: Resume | None,
-    runner: Callable[[Any], int | None],
-) -> int | None:
-    """One session on engines of its own: its exit code, or None if another one has to go on."""
+    runner: Callable[[Any], int | str],
+    note: str = "",
+) -> int | str:
+    """One session on engines of its own: its exit code, or why another one has to go on. `note`: why this one does."""
     anew = resumed is None or not resumed.own
     runtime = make_runtime(stage.config, stage.directory.path)
     try:
         runtime.expect([place for group in places(stage.config, stage.wiring).values() for place in group])
         models = Models.prepare(stage.config, stage.wiring, stage.directory.path, anew=anew)
-        return runner(Session(stage, models, signals, runtime, restarts).run(resumed))
+        return runner(Session(stage, models, signals, runtime, restarts, note).run(resumed))
     finally:
         runtime.kill()
 

@@ -48,24 +48,34 @@ from asyncrlhf.stages import Stage
 __all__ = ("Session",)
 
 NEWLINE = "\n"
+START_PATIENCE = 10.0
+"""Seconds that engines may take to start when the user wants an end."""
 
 
 class Session:
     """One run: its parts, and how they start, save and end."""
 
     def __init__(
-        self, stage: Stage, models: Models, signals: StopSignals, runtime: Runtime, restarts: RestartBudget
+        self,
+        stage: Stage,
+        models: Models,
+        signals: StopSignals,
+        runtime: Runtime,
+        restarts: RestartBudget,
+        note: str = "",
     ) -> None:
-        """`restarts`: how often the run may go on from a checkpoint when the process of a trained model is lost."""
+        """`restarts`: how often the run may go on from a checkpoint when the process of a trained model is lost.
+        `note`: why it does so this time."""
         self.config, self.wiring, self.directory = stage.config, stage.wiring, stage.directory
         self.stage, self.models, self.signals = stage, models, signals
         self.runtime, self.restarts = runtime, restarts
         self.origin = ""
-        self.warnings: list[str] = []
+        self.warnings: list[str] = [note] if note else []
+        self.stopping = asyncio.Event()
         self.started = self.left_out = False
 
-    async def run(self, resumed: Resume | None) -> int | None:
-        """Build, train, save; gives the exit code, or None when the run is to go on from its newest checkpoint.
+    async def run(self, resumed: Resume | None) -> int | str:
+        """Build, train, save; gives the exit code, or why the run is to go on from its newest checkpoint.
 
         Whatever ends it, summary.json says so and nothing is left running. Raises ConfigError, DataError or
         CheckpointError before anything is written.
@@ -85,24 +95,24 @@ class Session:
                 self.observer.close()
                 raise
             ended = await self._run(resumed)
-            if ended is None:
+            if isinstance(ended, str):
                 self.observer.close()
-                return None
+                return ended
             return self._report(ended)
 
-    async def _run(self, resumed: Resume | None) -> RunEnded | None:
+    async def _run(self, resumed: Resume | None) -> RunEnded | str:
         try:
             self._begin(resumed)
-            await self._start(resumed)
-            await self._train()
+            if await self._start_unless_stopped(resumed):
+                await self._train()
             return await self._finish()
         except Exception as problem:  # whatever it is, the run directory says how the run ended
             error = cause_of(problem)
             if not isinstance(error, AsyncRLHFError | OSError):
                 traceback.print_exception(error)
-            if isinstance(error, EngineLost) and self.started and self.directory.checkpoints.complete():
-                if await self._may_go_on(error):
-                    return None
+            if isinstance(error, EngineLost) and self.directory.checkpoints.complete():
+                if note := await self._may_go_on(error):
+                    return note
                 if self.signals.received is not None:
                     first = str(error).partition(NEWLINE)[0]
                     way = f"{first}; {self.directory.way_on} goes on from the newest checkpoint"
@@ -184,6 +194,21 @@ class Session:
             self.warnings.append(str(self.stage.dataset.report))
         for message in self.warnings:
             self.observer.emit(Warned(message=message))
+
+    async def _start_unless_stopped(self, resumed: Resume | None) -> bool:
+        """Start; False if the user wants an end and the engines take longer than START_PATIENCE to be there."""
+        start, stop = asyncio.ensure_future(self._start(resumed)), asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([start], timeout=START_PATIENCE)
+            if not start.done():
+                return False
+            start.result()
+            return True
+        finally:
+            for task in (start, stop):
+                task.cancel()
+            await asyncio.wait([start, stop])
 
     async def _start(self, resumed: Resume | None) -> None:
         """Start the engines and restore what they held; a run without a checkpoint of its own gets one."""
@@ -283,6 +308,8 @@ class Session:
 
     async def _finish(self) -> RunEnded:
         """Training is over: save, and say how it ended."""
+        if not self.started and self.signals.received is not None:
+            return self._ended("stopped", self.signals.received.name, "stopped while its engines started")
         await self._save()
         version, reason = self.coordinator.version, self.gate.ledger.reason
         if self.signals.received is not None and reason is None:
@@ -331,19 +358,18 @@ class Session:
         path = await checkpoints.save(manifest, payloads, savers, protect=self.directory.linked)
         self.observer.emit(Checkpointed(train_step=version, path=str(path), seconds=time.perf_counter() - started))
 
-    async def _may_go_on(self, error: EngineLost) -> bool:
-        """Waits as the restart policy says, and tells the user; False if the run has to end. Until another session has
-        begun, summary.json says that this one has failed."""
+    async def _may_go_on(self, error: EngineLost) -> str:
+        """Waits as the restart policy says, and gives what to tell the user; empty if the run has to end. Until another
+        session has begun, summary.json says that this one has failed."""
         delay = None if self.signals.received is not None else self.restarts.failed(time.monotonic())
         if delay is None:
-            return False
+            return ""
         newest, count = self.directory.checkpoints.complete()[-1], len(self.restarts.failures)
-        self.observer.emit(
-            Warned(message=f"{error}\ngoing on from {newest} (limits.max_restarts: {count} of {self.restarts.limit})")
-        )
         self.observer.summary.see(self._ended("failed", type(error).__name__, str(error)), live=True)
         await asyncio.sleep(delay)
-        return self.signals.received is None
+        if self.signals.received is not None:
+            return ""
+        return f"{error}\ngoing on from {newest} (limits.max_restarts: {count} of {self.restarts.limit})"
 
     async def _save_after(self, error: BaseException) -> None:
         """A run that fails between two train steps loses none of them, unless its weights or its disk are bad."""
@@ -382,6 +408,7 @@ class Session:
         return code
 
     def _stop(self) -> None:
+        self.stopping.set()
         self.coordinator.stop()
 
     def _last_words(self) -> None:

@@ -17,7 +17,7 @@ from asyncrlhf.groups.answers import Replica as Replica
 from asyncrlhf.groups.answers import Sampling as Sampling
 from asyncrlhf.groups.answers import Task
 from asyncrlhf.groups.answers import answer_seed as answer_seed
-from asyncrlhf.groups.group import Group, Request
+from asyncrlhf.groups.group import Group, Request, within
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import (
     EngineEvent,
@@ -70,15 +70,18 @@ class RolloutGroup(Group):
         kv: Literal["rebuild", "keep"] = "rebuild",
         max_restarts: int = 3,
         reply_timeout: float = 300.0,
+        start_timeout: float | None = None,
     ) -> None:
-        """`reply_timeout`: seconds an engine may take to accept or to give back answers before it is fenced."""
+        """`reply_timeout`: seconds an engine may take to accept or to give back answers before it is fenced.
+        `start_timeout`: seconds it may take to start; None: for ever."""
         super().__init__(name, log)
         self.follows = follows
         self.sampling = sampling
         self.replicas = [Replica(f"{name}/{spec.rank}", spec, RestartBudget(limit=max_restarts)) for spec in specs]
         self.on_failure: Callable[[Replica, str], None] = lambda replica, reason: None
         self.evaluation_tokens = 0
-        self._runtime, self._leases, self._kv, self._reply_timeout = runtime, leases, kv, reply_timeout
+        self._runtime, self._leases, self._kv = runtime, leases, kv
+        self._reply_timeout, self._start_timeout = reply_timeout, start_timeout
         self._calls: set[asyncio.Task[None]] = set()
         self._background: asyncio.TaskGroup | None = None
         self._tasks: dict[str, Task] = {}
@@ -100,7 +103,8 @@ class RolloutGroup(Group):
         def on_events(events: Sequence[EngineEvent]) -> None:
             self._on_events(replica, incarnation, events)
 
-        replica.handle = await self._runtime.spawn(replica.spec, on_events)
+        spawning = self._runtime.spawn(replica.spec, on_events)
+        replica.handle = await within(self._start_timeout, spawning, f"{replica.key}: its start")
 
     # ---- verbs -------------------------------------------------------------------------------------------------
     async def sample(self, prompt: Prompt) -> Rollout:

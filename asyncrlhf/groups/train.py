@@ -15,6 +15,7 @@ from asyncrlhf.messages import (
     Array,
     ArrayColumn,
     EngineEvent,
+    Failed,
     StepResult,
     TrainBatch,
     WeightHandle,
@@ -63,7 +64,8 @@ class TrainGroup(Group):
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
-        self._engine = await self._runtime.spawn(self.spec, self._on_events)
+        spawning = self._runtime.spawn(self.spec, self._on_events)
+        self._engine = await within(self._call_timeout, spawning, f"group {self.name!r}: its start")
 
     @property
     def engine(self) -> EngineHandle:
@@ -210,8 +212,11 @@ class TrainGroup(Group):
         return ArrayColumn("token", tuple(rows))
 
     def _on_events(self, events: Sequence[EngineEvent]) -> None:
+        """Raises EngineLost, which ends the run, also while nobody waits for the engine; any other failure reaches the
+        caller of the verb."""
         for event in events:
-            self.emit_busy(self.spec.rank, event)  # a failure reaches the caller of the verb
+            if not self.emit_busy(self.spec.rank, event) and isinstance(event, Failed) and event.lost:
+                raise EngineLost(event.reason)
 
 
 class PolicyGroup(TrainGroup):

@@ -89,6 +89,8 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
     """The engine itself is broken and answers no more; nothing follows this event."""
 
     reason: str
+    lost: bool = False
+    """Its process has ended: another one may do better."""
 
 
 EngineEvent = Progress | Finished | Rejected | Busy | Failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import Counter
 from pathlib import Path
@@ -45,8 +46,11 @@ class Console:
         self, summary: Summary, directory: Path | None, *, mode: ConsoleMode = "auto", stream: TextIO | None = None
     ) -> None:
         self._summary, self._directory = summary, directory
-        self._silent = mode == "off"
-        self._stream = sys.stdout if stream is None else stream
+        stream = stream or sys.stdout
+        self._silent = mode == "off" or not stream  # None: the process was started without a standard output
+        self._stream: TextIO = stream or io.StringIO()
+        if reconfigure := getattr(self._stream, "reconfigure", None):  # a file, which may not take every character
+            reconfigure(errors="backslashreplace")
         self._panel = _panel(self._stream) if mode == "auto" and self._stream.isatty() else None
         self._started: RunStarted | None = None
         self._stretch = Stretch()

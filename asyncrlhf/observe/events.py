@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -319,8 +319,23 @@ _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 def encode_json(value: object) -> bytes:
-    """One line of JSON without its newline; NaN and infinities become null. Raises TypeError on foreign types."""
-    return _encoder.encode(value)
+    """One line of JSON without its newline; NaN and infinities become null, and halves of surrogate pairs, which have
+    no UTF-8, escapes. Raises TypeError on foreign types."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        return _encoder.encode(_without_surrogates(msgspec.to_builtins(value)))
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [_without_surrogates(item) for item in cast("list[Any]", value)]
+    return value
 
 
 def decode_event(line: bytes) -> AnyEvent:

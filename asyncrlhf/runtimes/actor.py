@@ -1,6 +1,6 @@
 """The Ray actor round one engine: its event loop talks to the controller while an EngineLoop computes in a thread.
 
-Everything the engine says leaves through `listen`, in order; `put` and `cancel` only hand commands over.
+Everything the engine says leaves through `listen`, in order; `put` only hands commands over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from asyncrlhf.abc import EngineSpec
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.messages import EngineEvent
-from asyncrlhf.runtimes.loop import Call, Cancel, Commands, EngineLoop, build, described
+from asyncrlhf.runtimes.loop import Command, Commands, EngineLoop, build, described
 
 __all__ = ("EngineActor", "Said")
 
@@ -48,6 +48,7 @@ class EngineActor:
             faulthandler.enable()
         self._loop = asyncio.get_event_loop()
         self._commands: Commands = Commands()
+        self._next, self._early = 0, dict[int, Command]()
         self._said: list[Said] = []
         self._news = asyncio.Event()
         self._imported = threading.Thread(target=_import, args=(module,), daemon=True)
@@ -61,12 +62,12 @@ class EngineActor:
         """Build the engine and run it; `listen` says when it is ready, or why it is not."""
         threading.Thread(target=self._main, args=(spec,), name=f"{spec.group}/{spec.rank}", daemon=True).start()
 
-    async def put(self, key: int, verb: str, arguments: tuple[Any, ...]) -> None:
-        """Call a method; its result is heard under `key`."""
-        self._commands.put(Call(key, verb, arguments))
-
-    async def cancel(self, key: int) -> None:
-        self._commands.put(Cancel(key))
+    async def put(self, number: int, command: Command) -> None:
+        """Hand a command over. They are numbered, since Ray may deliver them in another order than they were sent."""
+        self._early[number] = command
+        while self._next in self._early:
+            self._commands.put(self._early.pop(self._next))
+            self._next += 1
 
     async def stop(self) -> None:
         """End the engine; "ended" is heard when it is closed."""

@@ -71,7 +71,8 @@ def main(descriptor: int, module: str) -> None:
     os.set_inheritable(descriptor, False)  # a process that a reward function starts must not keep the socket open
     _die_with_parent()
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to handle, also when all processes of a job get them
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     commands: Commands = Commands()
     header, (path, spec) = _wait_for_spec(channel, module)

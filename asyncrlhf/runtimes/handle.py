@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncrlhf.abc import EngineSpec, OnEvents
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, GroupError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, EngineLost, GroupError, SampleError
 from asyncrlhf.messages import EngineEvent, Failed
 
-__all__ = ("Calls", "require_not_configuration")
+__all__ = ("Calls", "require_not_configuration", "unsendable")
 
 
 class Calls:
@@ -67,7 +67,7 @@ class Calls:
             self.ready.set_exception(error)
         self._fail_calls(error)
         if first and was_built:
-            self._on_events([Failed(reason=str(error))])
+            self._on_events([Failed(reason=str(error), lost=isinstance(error, EngineLost))])
 
     def close(self) -> bool:
         """Refuse everything from now on; False if the engine has ended before."""
@@ -87,3 +87,11 @@ def require_not_configuration(spec: EngineSpec, error: ConfigError, built: Itera
     """An engine that was built before from the same options does not fail for them. Raises GroupError then."""
     if any(other == spec for other in built):
         raise GroupError(f"group {spec.group!r}, rank {spec.rank}: {error}") from error
+
+
+def unsendable(spec: EngineSpec, verb: str, error: Exception) -> SampleError:
+    """The error of arguments that cannot be pickled."""
+    return SampleError(
+        f"group {spec.group!r}: what {verb} is given cannot be sent to another process "
+        f"({type(error).__name__}: {error}); use plain data"
+    )

@@ -21,7 +21,7 @@ from typing import Any
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
 from asyncrlhf.errors import ConfigError, EngineLost, SampleError
 from asyncrlhf.runtimes.frames import LENGTH, Header, decode, encode, header_length, read_header
-from asyncrlhf.runtimes.handle import Calls, require_not_configuration
+from asyncrlhf.runtimes.handle import Calls, require_not_configuration, unsendable
 from asyncrlhf.runtimes.logs import last_lines
 from asyncrlhf.runtimes.loop import described
 
@@ -200,10 +200,7 @@ class ProcessEngine:
         try:
             return encode("call", arguments, key=key, verb=verb)
         except Exception as error:  # whatever the pickling of a user's object raises
-            raise SampleError(
-                f"group {self.spec.group!r}: what {verb} is given cannot be sent to another process "
-                f"({type(error).__name__}: {error}); use plain data"
-            ) from error
+            raise unsendable(self.spec, verb, error) from error
 
     async def _send(self, frame: Sequence[bytes | memoryview]) -> None:
         """Frames leave whole and in order; waits while the process does not read. Never raises for a process that has

@@ -21,8 +21,9 @@ from ray.exceptions import RayActorError, RayError
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
 from asyncrlhf.errors import ConfigError, EngineLost
 from asyncrlhf.runtimes.actor import EngineActor, Said
-from asyncrlhf.runtimes.handle import Calls, require_not_configuration
+from asyncrlhf.runtimes.handle import Calls, require_not_configuration, unsendable
 from asyncrlhf.runtimes.logs import last_lines
+from asyncrlhf.runtimes.loop import Call, Cancel, Command
 
 __all__ = ("ActorEngine", "RayRuntime")
 
@@ -125,7 +126,7 @@ class ActorEngine:
         self._loop = asyncio.get_running_loop()
         self._listener: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
-        self._pid = 0
+        self._pid = self._sent = 0
 
     async def start(self) -> None:
         """Send the specification and wait until the engine is built. Raises what its constructor raised."""
@@ -137,13 +138,21 @@ class ActorEngine:
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         key, reply = self.calls.open()
-        self.actor.put.remote(key, verb, arguments)
+        try:
+            self._put(Call(key, verb, arguments))
+        except Exception as error:  # whatever the pickling of a user's object raises
+            reply.cancel()
+            raise unsendable(self.spec, verb, error) from error
         try:
             return await reply
         except asyncio.CancelledError:
             if not self.calls.ended:
-                self.actor.cancel.remote(key)
+                self._put(Cancel(key))
             raise
+
+    def _put(self, command: Command) -> None:
+        self.actor.put.remote(self._sent, command)
+        self._sent += 1
 
     async def close(self, *, at_once: bool = False) -> None:
         if self.calls.close():
