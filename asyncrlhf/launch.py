@@ -91,7 +91,7 @@ def _train(stage: Stage, signals: StopSignals) -> int:
             try:
                 stage = prepare(stage.config)  # a data set is read once
                 resumed = stage.directory.newest(stage.wiring.experience_type)
-                ended = _session(stage, signals, restarts, resumed, runner)
+                ended = _session(stage, signals, restarts, resumed, runner, ended)
             except (AsyncRLHFError, OSError) as error:
                 print(f"error: the run cannot go on from {stage.directory.path}: {error}", file=sys.stderr)
                 return 1  # as summary.json says since the process was lost
