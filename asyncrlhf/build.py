@@ -159,7 +159,7 @@ def build_groups(
                 head=table.head,
             )
             frozen = FrozenEngine(
-                log, runtime, _spec(where[name][0], options), call_timeout=patience, max_restarts=table.max_restarts
+                log, runtime, _spec(where[name][0], options), call_timeout=patience / 2, max_restarts=table.max_restarts
             )
             if isinstance(table, TorchReward):
                 groups[name] = RewardGroup(name, log, ModelScorer(frozen, _calibration(config, key, table, models)))
