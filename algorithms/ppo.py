@@ -58,7 +58,7 @@ class ValueLoss(ops.Loss, frozen=True):
 
 class PPOState(msgspec.Struct, frozen=True):
     kl: float = 0.0  # to the reference, of the newest batch, in nats per answer
-    kl_coefficient: float = 0.0  # for that batch; 0 before the first
+    kl_coefficient: float = 0.0  # for the batch after it; 0 before the first
     rewards: rl.Statistics = rl.Statistics()  # all so far
 
 
@@ -80,8 +80,7 @@ class PPO(rl.Algorithm):
     kl_in: Literal["reward", "loss"] = "reward"  # the penalty is in the rewards of tokens, or in the loss
     minibatches: int = 4
     epochs: int = 1
-    critic_warmup: int = 0
-    """Train steps at the start that train the critic only."""
+    critic_warmup: int = 0  # train steps at the start that train the critic only
     state: PPOState = field(default_factory=PPOState)
 
     async def generate(self) -> None:
@@ -95,13 +94,14 @@ class PPO(rl.Algorithm):
     async def train(self) -> None:
         async for batch in self.experience.batches():  # the bound is checked here
             kl = batch.statistics("kl").mean if self.reference else 0.0
-            coefficient, seen = self.kl.next(self.state.kl_coefficient, kl), batch.statistics("rewards")
-            self.state = PPOState(kl=kl, kl_coefficient=coefficient, rewards=self.state.rewards + seen)
-            rewards = ops.TokenRewards(scale=self.scale, seen=self.state.rewards, kl=coefficient, kl_in=self.kl_in)
+            now, seen = self.kl.start(self.state.kl_coefficient), self.state.rewards + batch.statistics("rewards")
+            learns = batch.train_step >= self.critic_warmup
+            self.state = PPOState(kl=kl, kl_coefficient=self.kl.next(now, kl) if learns else now, rewards=seen)
+            rewards = ops.TokenRewards(scale=self.scale, seen=seen, kl=now, kl_in=self.kl_in)
             batch = await self.critic.apply(self.advantage, await self.critic.apply(rewards, batch))
             for part in batch.minibatches(self.minibatches, epochs=self.epochs):
                 steps = [self.critic.step(part, self.value_loss)]
-                if batch.train_step >= self.critic_warmup:
+                if learns:
                     steps.append(self.policy.step(part, self.loss))
                 await rl.gather(*steps)
             await self.coordinator.publish(self.policy, self.critic)

@@ -18,7 +18,7 @@ from asyncrlhf.config.groups import Compute, Rules, TorchReward, TorchRollout, T
 from asyncrlhf.config.schema import Config, Data
 from asyncrlhf.control.rundir import LOGS
 from asyncrlhf.data.source import open_dataset
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, DataError, SampleError
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.ledger import LedgerRules
 from asyncrlhf.groups import CriticGroup, Group, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
@@ -163,10 +163,11 @@ def build_groups(
                 head=table.head,
             )
             frozen = FrozenEngine(
-                log, runtime, _spec(where[name][0], options), call_timeout=patience, max_restarts=table.max_restarts
+                log, runtime, _spec(where[name][0], options), call_timeout=patience / 2, max_restarts=table.max_restarts
             )
             if isinstance(table, TorchReward):
-                groups[name] = RewardGroup(name, log, ModelScorer(frozen, _calibration(config, key, table, models)))
+                answers, warning = _calibration(config, key, table, models)
+                groups[name] = RewardGroup(name, log, ModelScorer(frozen, answers, warning=warning))
             else:
                 groups[name] = ReferenceGroup(name, log, frozen)
         elif isinstance(table, Rules):
@@ -259,28 +260,38 @@ def _rollout_group(
     )
 
 
-def _calibration(config: Config, key: str, table: TorchReward, models: Models) -> list[Rollout]:
-    """The answers that a reward model's scores are measured against. Raises ConfigError or DataError."""
+def _calibration(config: Config, key: str, table: TorchReward, models: Models) -> tuple[list[Rollout], str]:
+    """The answers that a reward model's scores are measured against, their prompts as in training; and a warning about
+    rows that had to be left out, or "". Raises ConfigError or DataError."""
     wanted = table.calibrate
     if wanted is None:
-        return []
+        return [], ""
     data = Data(
         path=wanted.path,
         source=wanted.source,
         options=wanted.options,
         prompt=wanted.prompt,
         ground_truth="",
+        chat=config.data.chat,
         response=wanted.response,
         epochs=1,
         shuffle=False,
     )
     where = f"{key}.calibrate"
     stream = models.stream(open_dataset(data, config.seed, where), data)
-    uids = itertools.takewhile(stream.has, range(wanted.rows))
-    rollouts = [Rollout.from_data(stream.prompt(uid, 1, 0)) for uid in uids]
+    rollouts: list[Rollout] = []
+    problems: list[SampleError] = []
+    for uid in itertools.takewhile(stream.has, range(wanted.rows)):
+        try:
+            rollouts.append(Rollout.from_data(stream.prompt(uid, 1, 0)))
+        except SampleError as error:
+            problems.append(error)
+    left_out = f"{len(problems)} rows were left out, the first for: {problems[0]}" if problems else ""
     if len(rollouts) < 2:
-        raise ConfigError(f"{where}: {len(rollouts)} rows have no deviation; give 2 or more")
-    return rollouts
+        raise DataError(
+            f"{where}: {len(rollouts)} rows have no deviation; give 2 or more{left_out and f' ({left_out})'}"
+        )
+    return rollouts, left_out and f"{where}: {left_out}"
 
 
 def _options(kind: type[Options], key: str, table: msgspec.Struct, **more: Any) -> Options:

@@ -179,7 +179,7 @@ class TorchFrozen(Compute, frozen=True, kw_only=True, tag_field="backend", tag="
     micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
     max_restarts: Count = 3
-    """Restarts of a lost engine in a row before the run fails; 0: none."""
+    """Restarts of a lost engine within an hour before the run fails; 0: none."""
 
 
 class TorchScore(TorchFrozen, frozen=True, kw_only=True):
@@ -235,7 +235,8 @@ class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
     threads: Positive = 8
     """Threads that run a function that is not async."""
     max_restarts: Count = 3
-    """Restarts of the function's process in a row, without a reward between them, before the run fails; 0: none."""
+    """Restarts of the function's process within an hour before the run fails, beside those that a prompt is to blame
+    for; 0: none."""
 
     def __post_init__(self) -> None:
         require_import_path("function", self.function, "asyncrlhf.data.tasks:exact_match")

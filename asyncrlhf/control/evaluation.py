@@ -115,9 +115,9 @@ class Evaluator:
         except SampleError as error:
             problem = error
         except ExceptionGroup as errors:
-            problem = next((error for error in errors.exceptions if isinstance(error, SampleError)), None)
-            if problem is None:
-                raise
+            if not all(isinstance(error, SampleError) for error in errors.exceptions):
+                raise  # scorers run side by side: beside a bad answer an engine may have failed
+            problem = errors.exceptions[0]
         else:
             return rollout, {name: task.result()[0] for name, task in scoring.items()}
         self._emit(Warned(message=f"evaluation prompt {-prompt.uid - 1} left out: {problem}"))

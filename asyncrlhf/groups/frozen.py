@@ -1,24 +1,39 @@
 """An engine that knows nothing but its specification (reference, reward): one that is lost is started again and asked
-again. Callers wait for the engine, and while it is down for its restart."""
+again. Callers wait for the engine, and while it is down for its restart, which no caller's cancellation stops."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import EngineLost, GroupError
-from asyncrlhf.groups.group import emit_busy, within
+from asyncrlhf.groups.group import emit_busy
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import ArrayColumn, EngineEvent, Rollout, TrainBatch
 from asyncrlhf.observe.events import Restarted
 from asyncrlhf.observe.log import EventLog
 
-__all__ = ("FrozenEngine",)
+__all__ = ("FrozenEngine", "Incarnation")
+
+
+@dataclass(slots=True, eq=False)
+class Incarnation:
+    """One process of the engine."""
+
+    handle: EngineHandle
+    lost: str = ""
+    """Why it is gone; empty: it serves."""
+    charged: float | None = None
+    """When its loss was counted against the group."""
+    excused: bool = False
+    """Its loss is somebody else's fault and does not count."""
 
 
 class FrozenEngine:
@@ -33,25 +48,38 @@ class FrozenEngine:
         call_timeout: float | None = None,
         max_restarts: int = 3,
     ) -> None:
-        """`call_timeout`: seconds a call may take before the group fails; None: for ever. `max_restarts`: in a row,
-        without an answer between them."""
+        """`call_timeout`: seconds after which an engine that has not answered is given up; None: it has for ever.
+        `max_restarts`: within an hour."""
         self.spec = spec
         self.incarnation = 0
-        self._log, self._runtime, self._call_timeout = log, runtime, call_timeout
+        self.log, self._runtime, self._call_timeout = log, runtime, call_timeout
         self._budget = RestartBudget(limit=max_restarts)
-        self._handle: EngineHandle | None = None
-        self._lost: dict[EngineHandle, str] = {}
-        self._restarting = asyncio.Lock()
+        self._now: Incarnation | None = None
+        self._failure = ""
+        self._tasks: asyncio.TaskGroup | None = None
+        self._restarting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
-        self._handle = await self._runtime.spawn(self.spec, self._events)
+        self._now = Incarnation(await self._runtime.spawn(self.spec, self._events))
+
+    @asynccontextmanager
+    async def supervised(self) -> AsyncGenerator[None, None]:
+        """While it is open restarts have a task of their own, which ends with it. Before that (a group's start) a
+        restart is its caller's."""
+        async with asyncio.TaskGroup() as self._tasks:
+            try:
+                yield
+            finally:
+                if self._restarting is not None:
+                    self._restarting.cancel()
+                self._tasks = None
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         """The result, of whichever incarnation gives one. Raises GroupError when there will be none."""
         while True:
             try:
-                return await self.attempt(verb, *arguments)
+                return await self.ask(await self.serving(), verb, *arguments)
             except EngineLost:
                 continue
 
@@ -61,57 +89,79 @@ class FrozenEngine:
         ends = list(itertools.accumulate(len(rollout.samples) for rollout in rollouts))
         return [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
-    async def attempt(self, verb: str, *arguments: Any) -> Any:
-        """The result of one call to the engine that serves. Raises EngineLost if it is lost meanwhile."""
-        handle = await self._serving()
-        what = f"group {self.spec.group!r}: {verb}"
+    async def serving(self) -> Incarnation:
+        """The one that serves; waits for a restart. Raises GroupError when there will be none."""
+        if self._now is None:
+            raise GroupError(f"group {self.spec.group!r} has not been started")
+        while self._now.lost:
+            if self._failure:
+                raise GroupError(self._failure)
+            if self._tasks is None:
+                await self._restart(self._now)
+                continue
+            if self._restarting is None or self._restarting.done():
+                name = f"{self.spec.group}/{self.spec.rank} restart"
+                self._restarting = self._tasks.create_task(self._restart(self._now), name=name)
+            await asyncio.shield(self._restarting)
+        return self._now
+
+    async def ask(self, engine: Incarnation, verb: str, *arguments: Any) -> Any:
+        """The result of one call. Raises EngineLost if this incarnation is lost, or given up for its silence."""
+        if engine.lost:
+            raise EngineLost(engine.lost)
         try:
-            result = await within(self._call_timeout, handle.call(verb, *arguments), what)
+            async with asyncio.timeout(self._call_timeout):
+                return await engine.handle.call(verb, *arguments)
+        except TimeoutError:
+            await self.give_up_on(
+                engine,
+                f"group {self.spec.group!r}: {verb} has not come back within {self._call_timeout} s, half of "
+                "limits.stall_timeout; its engine hangs, or the limit is too low for this model",
+            )
         except EngineLost as error:
-            self._lost.setdefault(handle, str(error))
-            raise
-        except GroupError as error:
-            if handle not in self._lost:
+            engine.lost = engine.lost or str(error)
+        except GroupError:
+            if not engine.lost:
                 raise
-            raise EngineLost(self._lost[handle]) from error
-        if handle is self._handle:
-            self._budget.worked()
-        return result
+        raise EngineLost(engine.lost)
 
-    async def give_up_on(self, reason: str) -> None:
-        """End the engine that serves, as if it were lost: its calls in flight raise EngineLost."""
-        handle = self._handle
-        if handle is not None and handle not in self._lost:
-            self._lost[handle] = reason
-            await handle.close(at_once=True)
+    async def give_up_on(self, engine: Incarnation, reason: str) -> None:
+        """End it as if it were lost: its calls in flight raise EngineLost."""
+        if not engine.lost:
+            engine.lost = reason
+            await engine.handle.close(at_once=True)
 
-    async def _serving(self) -> EngineHandle:
-        async with self._restarting:
-            if self._handle is None:
-                raise GroupError(f"group {self.spec.group!r} has not been started")
-            while self._handle in self._lost:
-                reason = self._lost[self._handle]
-                delay = self._budget.failed(asyncio.get_running_loop().time())
-                if delay is None:
-                    raise GroupError(
-                        f"{reason}\n(it failed {len(self._budget.failures)} times in a row; "
-                        f"groups.{self.spec.group}.max_restarts = {self._budget.limit})"
-                    )
-                await self._handle.close()
-                await asyncio.sleep(delay)
-                try:
-                    self._handle, gone = await self._runtime.spawn(self.spec, self._events), self._handle
-                    del self._lost[gone]
-                except GroupError as error:
-                    self._lost[self._handle] = str(error)
-                    continue
-                self.incarnation += 1
-                self._log.emit(Restarted(group=self.spec.group, rank=self.spec.rank, incarnation=self.incarnation))
-            return self._handle
+    def excuse(self, engine: Incarnation) -> None:
+        """Its loss is charged to somebody else (a prompt): it does not count against `max_restarts`."""
+        engine.excused = True
+        if engine.charged is not None:
+            self._budget.forgive(engine.charged)
+
+    async def _restart(self, gone: Incarnation) -> None:
+        """Afterwards another incarnation serves, or `_failure` says why none will."""
+        loop, reason, delay = asyncio.get_running_loop(), gone.lost, 0.0
+        await gone.handle.close()
+        if not gone.excused:
+            gone.charged = loop.time()
+            delay = self._budget.failed(gone.charged)
+        while delay is not None:
+            await asyncio.sleep(delay)
+            try:
+                self._now = Incarnation(await self._runtime.spawn(self.spec, self._events))
+            except GroupError as error:
+                reason, delay = str(error), self._budget.failed(loop.time())
+                continue
+            self.incarnation += 1
+            self.log.emit(Restarted(group=self.spec.group, rank=self.spec.rank, incarnation=self.incarnation))
+            return
+        self._failure = (
+            f"{reason}\n(it failed {len(self._budget.failures)} times within an hour; "
+            f"groups.{self.spec.group}.max_restarts = {self._budget.limit})"
+        )
 
     def _events(self, events: Sequence[EngineEvent]) -> None:
         for event in events:  # that an engine is lost is seen by its calls
-            emit_busy(self._log, self.spec.group, self.spec.rank, event)
+            emit_busy(self.log, self.spec.group, self.spec.rank, event)
 
 
 def _batch_of(rollouts: Sequence[Rollout]) -> TrainBatch:

@@ -26,6 +26,11 @@ class ReferenceGroup(Group):
         """Log-prob of every response token of every answer at the run's temperature."""
         return await self.ask("logprobs", rollout)
 
+    async def serve(self) -> None:
+        """Consumes rollouts, produces log-probs; waits for the engine, and for its restart."""
+        async with self._engine.supervised():
+            await super().serve()
+
     async def handle(self, requests: list[Request]) -> None:
         rollouts: list[Rollout] = [request.arguments[0] for request in requests]
         try:

@@ -31,8 +31,9 @@ class RewardGroup(Group):
 
     async def serve(self) -> None:
         """Consumes rollouts, produces rewards, any number at a time; cancelling a caller cancels its scoring."""
-        async with asyncio.TaskGroup() as self._tasks:
-            await super().serve()
+        async with self._scorer.supervised():
+            async with asyncio.TaskGroup() as self._tasks:
+                await super().serve()
 
     async def handle(self, requests: list[Request]) -> None:
         for request in requests:

@@ -33,6 +33,7 @@ class RestartBudget:
             return None
         return 0.0 if count == 1 else min(self.longest, self.delay * 2 ** (count - 2))
 
-    def worked(self) -> None:
-        """It has done what it is there for: earlier failures no longer count."""
-        self.failures.clear()
+    def forgive(self, at: float) -> None:
+        """The failure of this time was not its own: it no longer counts."""
+        if at in self.failures:
+            self.failures.remove(at)

@@ -48,6 +48,8 @@ class Metrics:
 
     All times are in seconds. `time/step` is the length of the step, `time/void` what void attempts before it took.
     `busy/<group>` is in seconds (mean over its engines), `busy/generate` and `busy/train` are shares of `time/step`.
+    For a reward function (backend "rules") it is 0: its calls mostly wait, and what they compute is not measured; a run
+    that waits for rewards shows in `leases/scoring`.
     `tokens/*`, `leases/*`, `staleness/expired`, `staleness/dropped` (leases), `optimizer_steps`, `rejected_steps`
     (applied and rejected optimizer steps of every group), `void_steps` and `nonfinite_values` count from the run's
     start. `loss/<metric>` is the policy's mean over the applied optimizer steps of the step; without a policy, that of

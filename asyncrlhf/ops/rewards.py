@@ -75,15 +75,18 @@ class KLControl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def needs_groups(self) -> tuple[str, ...]:
         return ("reference",) if self.coefficient else ()
 
-    def next(self, last: float, kl: float) -> float:
-        """For a batch with a mean KL of `kl`; `last`: for the batch before it, 0 for the first one.
+    def start(self, last: float) -> float:
+        """For the batch at hand; `last`: what `next` gave after the batch before it, 0 when there was none."""
+        return last if last and self.target and self.coefficient else self.coefficient
 
-        last (1 + gain error), error = clip(kl / target - 1, -0.2, 0.2).
+    def next(self, coefficient: float, kl: float) -> float:
+        """For the batch after one that had `coefficient` and a mean KL of `kl`.
+
+        coefficient (1 + gain error), error = clip(kl / target - 1, -0.2, 0.2); without a target it stays.
         """
-        if not self.target or not self.coefficient:
-            return self.coefficient
-        error = 0.0 if math.isnan(kl) else min(max(kl / self.target - 1, -0.2), 0.2)
-        return (last or self.coefficient) * (1 + self.gain * error)
+        if not self.target or math.isnan(kl):
+            return coefficient
+        return coefficient * (1 + self.gain * min(max(kl / self.target - 1, -0.2), 0.2))
 
 
 def sequence_kl(rollout: Rollout, reference_logprobs: PerToken) -> PerSample:

@@ -148,7 +148,11 @@ class EngineLoop:
 
 
 async def _serve(spec: EngineSpec, engine: RewardEngine, commands: Commands, outbox: Outbox) -> None:
-    """Verbs side by side; ends with the command None, giving up what still runs."""
+    """Verbs side by side; ends with the command None, giving up what still runs.
+
+    None of them is Busy: a reward waits for a place, a thread, the interpreter or another machine, and nobody here can
+    tell how much of its time was computing. `leases/scoring` shows whether a run waits for its rewards.
+    """
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     tasks: dict[Any, asyncio.Task[None]] = {}
     broken: list[BaseException] = []
@@ -165,7 +169,6 @@ async def _serve(spec: EngineSpec, engine: RewardEngine, commands: Commands, out
             task.add_done_callback(lambda _: tasks.pop(command.key))
 
     async def answer(call: Call) -> None:
-        started = time.perf_counter()
         try:
             result = getattr(engine, call.verb)(*call.arguments)
             if asyncio.iscoroutine(result):
@@ -177,7 +180,6 @@ async def _serve(spec: EngineSpec, engine: RewardEngine, commands: Commands, out
             broken.append(error)
             ended.set()
         else:
-            outbox.events([Busy(start=started, end=time.perf_counter(), work=call.verb)])
             outbox.result(call.key, result)
 
     pump = loop.run_in_executor(None, _pump, commands, lambda command: loop.call_soon_threadsafe(take, command))

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, Literal
 
 from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, GenerateEngine, OnEvents, Place
-from asyncrlhf.errors import AsyncRLHFError, GroupError
+from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
 from asyncrlhf.messages import Busy, EngineEvent, Failed, Finished, import_object
 from asyncrlhf.runtimes.loop import RETURNS_EVENTS
 
@@ -26,15 +26,16 @@ __all__ = ("FakeHandle", "FakeRuntime", "Fault", "Timing")
 class Fault:
     """What goes wrong with one engine, once, at its first action `at` seconds after the launch or later.
 
-    die: the engine breaks (a Failed event, every call raises GroupError). hang: it answers nothing more. lose: it does
-    what it is told, but the reply is lost. slow: it takes `seconds` more. mute: it breaks without a Failed event.
+    die: the engine breaks (a Failed event, every call raises GroupError). lost: its process is gone (the same, but
+    calls raise EngineLost). hang: it answers nothing more. lose: it does what it is told, but the reply is lost. slow:
+    it takes `seconds` more. mute: it breaks without a Failed event.
     """
 
     group: str = "rollout"
     rank: int = 0
     at: float = 0.0
     """Below 0: during the launch already."""
-    kind: Literal["die", "hang", "lose", "slow", "mute"] = "die"
+    kind: Literal["die", "lost", "hang", "lose", "slow", "mute"] = "die"
     verb: str = ""
     """The action it waits for: "prepare", "commit", "add", "abort", "step", ...; empty: whatever comes next."""
     seconds: float = 0.0
@@ -129,7 +130,7 @@ class FakeHandle:
         self._loop = asyncio.get_running_loop()
         self._commands: deque[_Command] = deque()
         self._open: set[asyncio.Future[Any]] = set()
-        self._failure: str | None = None
+        self._failure: AsyncRLHFError | None = None
         self._busy = self._closed = self._ended = False
         self._outbox: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
         self._inbox: deque[_Command] = deque()
@@ -143,7 +144,7 @@ class FakeHandle:
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         if self._failure is not None:
-            raise GroupError(self._failure)
+            raise type(self._failure)(*self._failure.args)
         command = _Command(verb, arguments, self._loop.create_future())
         self._open.add(command.reply)
         command.reply.add_done_callback(self._open.discard)
@@ -153,11 +154,7 @@ class FakeHandle:
         return await command.reply
 
     async def close(self, *, at_once: bool = False) -> None:
-        self._closed = True
-        if self._failure is None:
-            self._failure = f"group {self.spec.group!r}, rank {self.spec.rank}: the engine has been closed"
-        for reply in list(self._open):
-            _set_error(reply, GroupError(self._failure))
+        self._refuse("the engine has been closed")
         if not self._runtime.zombies:
             self.end()
         elif self.hung:
@@ -166,12 +163,7 @@ class FakeHandle:
 
     def end(self) -> None:
         """Whatever is left of it stops."""
-        self._closed = True
-        self._failure = (
-            self._failure or f"group {self.spec.group!r}, rank {self.spec.rank}: the runtime has been closed"
-        )
-        for reply in list(self._open):
-            _set_error(reply, GroupError(self._failure))
+        self._refuse("the runtime has been closed")
         if not self._ended:
             self._ended = True
             try:
@@ -179,6 +171,13 @@ class FakeHandle:
             except Exception as error:  # nobody awaits it any more: the loop's handler logs it
                 message = f"{self.spec.group}/{self.spec.rank} could not be closed"
                 self._loop.call_exception_handler({"message": message, "exception": error})
+
+    def _refuse(self, reason: str) -> None:
+        """Every call from now on, for this reason or the one it failed for."""
+        self._closed = True
+        self._failure = self._failure or GroupError(f"group {self.spec.group!r}, rank {self.spec.rank}: {reason}")
+        for reply in list(self._open):
+            _set_error(reply, self._failure)
 
     # ---- the engine's timeline ---------------------------------------------------------------------------------
     def _arrive(self) -> None:
@@ -204,10 +203,9 @@ class FakeHandle:
             if command is not None:
                 self._commands.appendleft(command)
             return
-        if fault is not None and fault.kind in ("die", "mute"):
-            self._break(
-                GroupError(self._described(RuntimeError(f"{fault.kind} at {verb!r}, by the fault plan"))), fault
-            )
+        if fault is not None and fault.kind in ("die", "lost", "mute"):
+            kind = EngineLost if fault.kind == "lost" else GroupError
+            self._break(kind(self._described(RuntimeError(f"{fault.kind} at {verb!r}, by the fault plan"))), fault)
             return
         if fault is not None and fault.kind == "slow":
             seconds += fault.seconds
@@ -257,7 +255,7 @@ class FakeHandle:
     def _fail(self, error: GroupError, mute: bool) -> None:
         if self._failure is not None:
             return
-        self._failure = str(error)
+        self._failure = error
         for reply in list(self._open):
             _set_error(reply, error)
         if not mute:

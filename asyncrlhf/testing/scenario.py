@@ -61,6 +61,8 @@ class Scenario:
     """Groups to build for fields that may be None."""
     reward: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of FakeReward."""
+    reward_model: bool = False
+    """Score with an engine (FakeScorer, which gives the same rewards) in the place of FakeReward."""
     faults: Sequence[Fault] = ()
     zombies: bool = False
     """Engines that were closed work on, and what they say still arrives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
 from random import Random
 
 from asyncrlhf.errors import SampleError
@@ -73,6 +74,9 @@ class FakeReward:
 
     async def start(self) -> None:
         """It has no engine."""
+
+    def supervised(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def score(self, rollout: Rollout) -> PerSample:
         prompt = rollout.prompt

@@ -26,6 +26,7 @@ from asyncrlhf.flow.prompts import PromptSource, StageQueue
 from asyncrlhf.groups import CriticGroup, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.rollout import Sampling
+from asyncrlhf.groups.scorers import ModelScorer
 from asyncrlhf.messages import Experience, unpack
 from asyncrlhf.observe import EventLog, GroupShape, RunStarted
 from asyncrlhf.testing.clock import run_virtual
@@ -170,6 +171,11 @@ def _build_groups(run: Run[Any], algorithm: type[Algorithm], hints: Mapping[str,
     def spec(group: str, engine: str, options: msgspec.Struct, rank: int = 0) -> EngineSpec:
         return EngineSpec(group=group, rank=rank, engine=f"asyncrlhf.testing.{engine}", options=options)
 
+    def frozen(group: str) -> FrozenEngine:
+        engine = spec(group, "trainer:FakeScorer", scenario.trainer)
+        patience = scenario.stall_timeout / 2
+        return FrozenEngine(log, runtime, engine, call_timeout=patience, max_restarts=scenario.max_restarts)
+
     fields = dataclasses.fields(cast(Any, algorithm))
     policy = next((item.name for item in fields if hints[item.name] is PolicyGroup), "policy")
     for item in fields:
@@ -184,11 +190,10 @@ def _build_groups(run: Run[Any], algorithm: type[Algorithm], hints: Mapping[str,
             engine = spec(item.name, "trainer:FakeTrainer", options)
             run.groups[item.name] = kind(item.name, log, runtime, engine, call_timeout=scenario.stall_timeout)
         elif kind is ReferenceGroup:
-            engine = spec(item.name, "trainer:FakeScorer", scenario.trainer)
-            frozen = FrozenEngine(log, runtime, engine, call_timeout=scenario.stall_timeout)
-            run.groups[item.name] = kind(item.name, log, frozen)
+            run.groups[item.name] = kind(item.name, log, frozen(item.name))
         elif kind is RewardGroup:
-            run.groups[item.name] = kind(item.name, log, run.scorer)
+            scorer = ModelScorer(frozen(item.name)) if scenario.reward_model else run.scorer
+            run.groups[item.name] = kind(item.name, log, scorer)
         elif kind is RolloutGroup:
             ranks = range(scenario.replicas)
             specs = [spec(item.name, "sampler:FakeSampler", scenario.sampler, rank) for rank in ranks]
@@ -259,7 +264,7 @@ async def _start(run: Run[Any], trained: Sequence[TrainGroup], manifest: Manifes
     )
     async with asyncio.TaskGroup() as tasks:
         for group in run.groups.values():
-            if isinstance(group, TrainGroup | RolloutGroup | ReferenceGroup):
+            if isinstance(group, TrainGroup | RolloutGroup | ReferenceGroup | RewardGroup):
                 tasks.create_task(group.start())
     if manifest is None or resume is None:
         await run.save(0, groups=False)

@@ -141,9 +141,12 @@ def test_L4_moving_weights_cancels_nothing() -> None:
 @pytest.mark.parametrize(("group", "verb"), [("reference", "logprobs"), ("policy", "step"), ("policy", "export")])
 @pytest.mark.parametrize("kind", ["die", "mute", "hang"])
 def test_L5_an_error_of_an_engine_reaches_the_trainer(group: str, verb: str, kind: Any) -> None:
-    """An engine that hangs is an error too, once its time is over."""
+    """An engine that hangs is an error too, once its time is over, unless a fresh one can take its place."""
     fault = Fault(group=group, at=10.0, kind=kind, verb=verb)
     run = simulate(GRPO, Scenario(rows=30, max_staleness=1, optional=("reference",), faults=[fault]))
+    if (group, kind) == ("reference", "hang"):
+        assert run.reason == "completed"
+        return
     assert run.reason == "GroupError"
     assert f"group '{group}'" in str(run.error)
     assert ("limits.stall_timeout = 1800 s" in str(run.error)) is (kind == "hang")

@@ -7,7 +7,9 @@ import asyncio
 import pytest
 
 from asyncrlhf.abc import EngineSpec
+from asyncrlhf.backends.rules import RuleOptions
 from asyncrlhf.errors import ConfigError, GroupError
+from asyncrlhf.messages import ScoreRequest
 from asyncrlhf.runtimes.inproc import InprocRuntime
 from asyncrlhf.testing.conformance.engines import Plain, PlainOptions
 
@@ -39,5 +41,24 @@ def test_a_config_error_of_an_engine(before: int, expected: type[Exception]) -> 
         message = "no window of this kind"
         assert str(caught.value) == (message if before else f"group 'g', rank 0: {message}")
         await runtime.close()
+
+    asyncio.run(main())
+
+
+async def slow(prompt: str, response: str, ground_truth: str) -> float:
+    await asyncio.sleep(0.01)
+    return 1.0
+
+
+def test_rewards_that_wait_are_not_busy() -> None:
+    async def main() -> None:
+        runtime, events = InprocRuntime(grace=0.2), list[object]()
+        options = RuleOptions(function=f"{__name__}:slow", concurrency=1)
+        spec = EngineSpec(group="reward", rank=0, engine="asyncrlhf.backends.rules:RuleEngine", options=options)
+        engine = await runtime.spawn(spec, events.extend)
+        requests = [ScoreRequest(uid=i, prompt="", responses=("a", "b"), ground_truth="", columns={}) for i in range(4)]
+        assert await asyncio.gather(*(engine.call("score", request) for request in requests)) == [(1.0, 1.0)] * 4
+        await runtime.close()
+        assert events == []
 
     asyncio.run(main())

@@ -42,8 +42,9 @@ def test_statistics_of_a_column() -> None:
 
 
 def test_the_coefficient_of_a_fixed_penalty_stays_whatever_it_was_before() -> None:
-    assert ops.KLControl(coefficient=0.1).next(0.7, 1e9) == 0.1
-    assert ops.KLControl(coefficient=0.0, target=6.0).next(0.0, 100.0) == 0.0
+    fixed, none = ops.KLControl(coefficient=0.1), ops.KLControl(coefficient=0.0, target=6.0)
+    assert (fixed.start(0.0), fixed.start(0.7), fixed.next(0.1, 1e9)) == (0.1, 0.1, 0.1)
+    assert (none.start(0.0), none.start(0.7), none.next(0.0, 100.0)) == (0.0, 0.0, 0.0)
     assert ops.KLControl(coefficient=0.0).needs_groups == ()
     assert ops.KLControl().needs_groups == ("reference",)
 
@@ -52,12 +53,12 @@ def test_the_coefficient_of_a_fixed_penalty_stays_whatever_it_was_before() -> No
 def test_a_controlled_coefficient_moves_towards_the_target(kl: float, error: float) -> None:
     """e = clip((KL - target) / target, -0.2, 0.2), beta <- beta (1 + 0.1 e): arXiv 1909.08593 section 2.2."""
     control = ops.KLControl(coefficient=0.5, target=6.0)
-    assert control.next(0.0, kl) == pytest.approx(0.5 * (1 + 0.1 * error))
+    assert (control.start(0.0), control.start(0.2)) == (0.5, 0.2)
     assert control.next(0.2, kl) == pytest.approx(0.2 * (1 + 0.1 * error))
 
 
 def test_a_loop_with_the_controller_comes_to_its_target() -> None:
-    control, coefficient = ops.KLControl(coefficient=0.01, target=3.0, gain=0.5), 0.0
+    control, coefficient = ops.KLControl(coefficient=0.01, target=3.0, gain=0.5), 0.01
     for _ in range(300):
         kl = 1 / max(coefficient, 0.01)  # a policy that the penalty holds back
         coefficient = control.next(coefficient, kl)
