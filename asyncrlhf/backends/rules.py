@@ -163,7 +163,10 @@ def _guard(where: str, call: Callable[[], Any]) -> Any:
 async def _guard_async(where: str, call: Callable[[], Any]) -> Any:
     try:
         return await call()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # of a user's function: only a cancellation of this task is not its own
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
         raise SampleError(f"{where} raised {_described(error)}") from error
 
 
@@ -333,4 +336,8 @@ def _described(error: BaseException) -> str:
     """Type, message, and the place in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    try:
+        message = str(error)
+    except Exception as problem:  # a user's class
+        message = f"its message cannot be had ({type(problem).__name__})"
+    return f"{type(error).__name__}: {message}{where}"

@@ -250,6 +250,39 @@ async def _outcome(rewards: RewardRunner, uid: int) -> str:
     return str(caught.value)
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+async def cancels_itself(prompt: str, response: str, ground_truth: Any) -> float:
+    raise asyncio.CancelledError
+
+
+async def leaves(prompt: str, response: str, ground_truth: Any) -> float:
+    raise GeneratorExit
+
+
+def unspeakable(prompt: str, response: str, ground_truth: Any) -> float:
+    raise Unspeakable
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cancels_itself", "raised CancelledError: "),
+        ("leaves", "raised GeneratorExit: "),
+        ("unspeakable", r"raised Unspeakable: its message cannot be had \(RuntimeError\)"),
+    ],
+)
+async def test_errors_of_any_kind_fail_their_prompt_by_name(name: str, words: str) -> None:
+    rewards = runner(name)
+    for _ in range(2):
+        with pytest.raises(SampleError, match=words):
+            await score(rewards, ["a"])
+    assert rewards.stuck_count == 0
+
+
 async def test_l6_time_counts_from_the_call_not_from_its_place_in_the_queue() -> None:
     """Five calls of 0.1 s on one thread, each allowed 0.4 s: the last starts after 0.4 s."""
     assert await score(runner("naps", timeout=0.4, threads=1), ["a"] * 5) == [1.0] * 5
