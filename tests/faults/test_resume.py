@@ -229,6 +229,7 @@ def test_ready_rollouts_are_kept_and_not_sampled_again(forks: Forks, tmp_path: P
     child = forks.start(tmp_path, name, counted, halt_at="asyncrlhf.backends.torch.train:TorchTrainer.step")
     child.until(lambda: scores.exists() and scores.stat().st_size == 2 * 4 * (1 + 1))
     child.signal(signal.SIGINT)
+    child.until(lambda: "finishing the train step" in child.text)
     (tmp_path / "go").touch()
     assert child.wait() == 130
     assert scene.manifest(run, 1)["payload_count"] == 4
