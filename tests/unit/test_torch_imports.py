@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.tiny import grpo
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,6 +29,24 @@ import asyncrlhf.ops.corrections, asyncrlhf.ops.advantages
 print(sorted({"torch", "transformers"} & set(sys.modules)))
 """
     assert python(code) == "[]"
+
+
+def test_processes_of_engines_start_before_torch_is_imported_here(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(grpo(top="train_steps = 1\nprompts_per_step = 1\nanswers_per_prompt = 2\n"))
+    code = f"""
+import os, sys
+os.chdir({str(tmp_path)!r})
+from asyncrlhf.runtimes import local
+start = local.Host.__init__
+def noted(host, place, logs):
+    print(place.group, "torch" in sys.modules)
+    start(host, place, logs)
+local.Host.__init__ = noted
+from asyncrlhf.config.load import load
+from asyncrlhf.launch import run
+print(run(load("run.toml", ["runtime=local"])))
+"""
+    assert python(code).splitlines() == ["rollout False", "reward False", "policy False", "0"]
 
 
 @pytest.mark.parametrize(
