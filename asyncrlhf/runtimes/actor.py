@@ -36,8 +36,11 @@ class Said(NamedTuple):
 class EngineActor:
     """Made by ray.remote. It imports the engine's module while its specification is still on the way."""
 
-    def __init__(self, module: str, path: Sequence[str], log: str) -> None:
-        """`path`: where modules are looked for. `log`: a file for what it prints, if its directory exists here."""
+    def __init__(self, module: str, directory: str, path: Sequence[str], log: str) -> None:
+        """`directory`: where relative paths begin, if it exists here. `path`: where modules are looked for. `log`: a
+        file for what it prints, if its directory exists here."""
+        if Path(directory).is_dir():
+            os.chdir(directory)
         sys.path[:] = path
         if log and Path(log).parent.is_dir():
             with open(log, "ab", buffering=0) as file:

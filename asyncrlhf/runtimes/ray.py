@@ -85,7 +85,8 @@ class RayRuntime:
     def _connect(self) -> None:
         if self._started or ray.is_initialized():  # else it is somebody's who goes on with it
             return
-        options: dict[str, Any] = {"include_dashboard": False} if self._address is None else {"address": self._address}
+        own: dict[str, Any] = {"address": "local", "include_dashboard": False}
+        options = own if self._address is None else {"address": self._address}
         try:
             ray.init(
                 log_to_driver=False,
@@ -109,7 +110,8 @@ class RayRuntime:
             max_concurrency=1000,
             name=f"{place.group}/{place.rank}/{os.urandom(4).hex()}",
         )
-        return options.remote(place.engine.partition(":")[0], list(sys.path), str(self._log(place).resolve()))
+        module, log = place.engine.partition(":")[0], str(self._log(place).resolve())
+        return options.remote(module, os.getcwd(), [path or os.getcwd() for path in sys.path], log)
 
     def _log(self, place: Place) -> Path:
         return self._logs / f"{place.group}-{place.rank}.log"

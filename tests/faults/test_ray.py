@@ -65,7 +65,7 @@ def test_L12_every_actor_is_killed_once_and_every_prompt_is_trained_once(forks: 
     assert re.search(r"group 'policy', rank 0: actor of process \d+ is lost", child.text)
     for engine in ("rollout", "reference", "reward"):
         assert f"engine {engine}/0 is back" in child.text
-    assert wait_for(lambda: left() == before, 20.0), left() - before
+    assert wait_for(lambda: left() <= before, 20.0), left() - before
 
 
 def test_a_stopped_run_leaves_no_ray_behind(forks: Forks, tmp_path: Path) -> None:
@@ -75,4 +75,4 @@ def test_a_stopped_run_leaves_no_ray_behind(forks: Forks, tmp_path: Path) -> Non
     assert child.until(lambda: (run / "metrics.jsonl").exists() and scene.rows(run), PATIENCE)
     child.signal(signal.SIGINT)
     assert child.wait(PATIENCE) == 130
-    assert wait_for(lambda: left() == before, 20.0), left() - before
+    assert wait_for(lambda: left() <= before, 20.0), left() - before

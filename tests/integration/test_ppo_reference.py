@@ -236,7 +236,8 @@ def test_the_preference_loss(critic: str, split: str) -> None:
     batch = paired()
     loss, accuracy, expected = slow_preference_loss(critic, batch, centre=0.01)
     engine = trainer(critic, head="value", **SPLITS[split])
-    assert distance(gradients(engine, batch, BradleyTerryLoss(centre=0.01)), expected) < 1e-5
+    # What the two answers have in common cancels, and with it digits of float32.
+    assert distance(gradients(engine, batch, BradleyTerryLoss(centre=0.01)), expected) < 5e-5
     metrics = engine.step(batch, pack(BradleyTerryLoss(centre=0.01))).metrics
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["accuracy"] == pytest.approx(accuracy)
