@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import EngineLost, GroupError
-from asyncrlhf.groups.group import emit_busy
+from asyncrlhf.groups.group import emit_busy, spawned
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import ArrayColumn, EngineEvent, Rollout, TrainBatch
 from asyncrlhf.observe.events import Restarted
@@ -61,7 +61,7 @@ class FrozenEngine:
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
-        self._now = Incarnation(await self._runtime.spawn(self.spec, self._events))
+        self._now = Incarnation(await spawned(self._runtime, self.spec, self._events, self._call_timeout))
 
     @asynccontextmanager
     async def supervised(self) -> AsyncGenerator[None, None]:
@@ -147,7 +147,7 @@ class FrozenEngine:
         while delay is not None:
             await asyncio.sleep(delay)
             try:
-                self._now = Incarnation(await self._runtime.spawn(self.spec, self._events))
+                self._now = Incarnation(await spawned(self._runtime, self.spec, self._events, self._call_timeout))
             except GroupError as error:
                 reason, delay = str(error), self._budget.failed(loop.time())
                 continue

@@ -12,14 +12,15 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from asyncrlhf.errors import GroupError, QueueClosed
+from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Runtime
+from asyncrlhf.errors import ConfigError, GroupError, QueueClosed
 from asyncrlhf.flow.queue import Queue, QueueStatistics
 from asyncrlhf.messages import EngineEvent
 from asyncrlhf.messages.engines import Busy
 from asyncrlhf.observe.events import EngineBusy
 from asyncrlhf.observe.log import EventLog
 
-__all__ = ("Group", "Request", "TooLate", "answer", "emit_busy", "refuse", "within")
+__all__ = ("Group", "Request", "TooLate", "answer", "emit_busy", "refuse", "spawned", "within")
 
 T = TypeVar("T")
 
@@ -105,6 +106,17 @@ async def within(seconds: float | None, call: Awaitable[T], what: str) -> T:
             f"{what} has not come back within limits.stall_timeout = {seconds:g} s; its engine hangs, or the limit is "
             "too low for this model"
         ) from None
+
+
+async def spawned(runtime: Runtime, spec: EngineSpec, on_events: OnEvents, seconds: float | None) -> EngineHandle:
+    """A new engine, within `seconds` (None: however long it takes). Raises GroupError with the original traceback,
+    TooLate, or ConfigError, which then names the group."""
+    try:
+        return await within(
+            seconds, runtime.spawn(spec, on_events), f"group {spec.group!r}, rank {spec.rank}: its start"
+        )
+    except ConfigError as error:
+        raise ConfigError(f"group {spec.group!r}: {error}") from error
 
 
 def answer(request: Request, result: Any) -> None:

@@ -17,7 +17,7 @@ from asyncrlhf.groups.answers import Replica as Replica
 from asyncrlhf.groups.answers import Sampling as Sampling
 from asyncrlhf.groups.answers import Task
 from asyncrlhf.groups.answers import answer_seed as answer_seed
-from asyncrlhf.groups.group import Group, Request, within
+from asyncrlhf.groups.group import Group, Request, spawned
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import (
     EngineEvent,
@@ -103,8 +103,7 @@ class RolloutGroup(Group):
         def on_events(events: Sequence[EngineEvent]) -> None:
             self._on_events(replica, incarnation, events)
 
-        spawning = self._runtime.spawn(replica.spec, on_events)
-        replica.handle = await within(self._start_timeout, spawning, f"{replica.key}: its start")
+        replica.handle = await spawned(self._runtime, replica.spec, on_events, self._start_timeout)
 
     # ---- verbs -------------------------------------------------------------------------------------------------
     async def sample(self, prompt: Prompt) -> Rollout:

@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
-from asyncrlhf.groups.group import Group, Request, TooLate, answer, refuse, within
+from asyncrlhf.groups.group import Group, Request, TooLate, answer, refuse, spawned, within
 from asyncrlhf.messages import (
     Array,
     ArrayColumn,
@@ -64,8 +64,7 @@ class TrainGroup(Group):
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
-        spawning = self._runtime.spawn(self.spec, self._on_events)
-        self._engine = await within(self._call_timeout, spawning, f"group {self.name!r}: its start")
+        self._engine = await spawned(self._runtime, self.spec, self._on_events, self._call_timeout)
 
     @property
     def engine(self) -> EngineHandle:

@@ -37,6 +37,8 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
         first, last = short(summary["reward"]["first"]), short(summary["reward"]["last"])
         lines.insert(1, f"reward      {first} -> {last}{_evaluation(summary)}")
         lines[2:2] = _samples(summary["evaluation"])
+    elif outcomes := [f"{name} {_change(summary[name])}" for name in ("loss", "accuracy") if name in summary]:
+        lines.insert(1, f"outcome     {', '.join(outcomes)}")
     if summary["rejected_steps"] or summary["void_steps"] or summary["nonfinite_values"] or summary["failed_leases"]:
         lines.append(
             f"trouble     {summary['rejected_steps']} rejected optimizer steps, {summary['void_steps']} void train "
@@ -48,10 +50,13 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
             f"{_deciles(staleness['masked_by_length'])} (tenths, % of all tokens)"
         )
     if directory is not None:
-        lines.append(
-            f"files       {directory}: summary.json, metrics.jsonl, events.jsonl, trace.json (ui.perfetto.dev)"
-        )
+        trace = ", trace.json (ui.perfetto.dev)" if (directory / "trace.json").exists() else ""
+        lines.append(f"files       {directory}: summary.json, metrics.jsonl, events.jsonl{trace}")
     return lines
+
+
+def _change(means: Mapping[str, Any]) -> str:
+    return f"{short(means['first'])} -> {short(means['last'])}"
 
 
 def short(value: float | None) -> str:

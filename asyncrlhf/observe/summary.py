@@ -31,6 +31,8 @@ __all__ = ("Summary",)
 
 TOKENS = ("generated", "trained", "masked", "dropped", "open")
 COUNTS = ("optimizer_steps", "rejected_steps", "void_steps", "nonfinite_values")
+OUTCOMES = {"reward": "reward/mean", "loss": "loss/loss", "accuracy": "loss/accuracy"}
+"""What a run comes to, by name: a key of metrics.jsonl; but for the reward only where there is one."""
 REWARD_STEPS = 3
 SERIES = ("step", "lost", "trained", "samples", "generate", "swap", "train", "wait", "exposed")
 
@@ -56,8 +58,8 @@ class Summary:
         self._popped: Popped | None = None
         self._evaluations: list[Evaluated] = []
         self._evaluation_count = 0
-        self._rewards_first: list[Number] = []
-        self._rewards_last: deque[Number] = deque(maxlen=REWARD_STEPS)
+        self._first = {name: list[Number]() for name in OUTCOMES}
+        self._recent = {name: deque[Number](maxlen=REWARD_STEPS) for name in OUTCOMES}
         self._settled: Counter[str] = Counter()
         self._lags: dict[str, Counter[int]] = {name: Counter() for name in ("token", "masked", "head", "queue")}
         self._untrainable = 0
@@ -108,11 +110,12 @@ class Summary:
     def see_row(self, row: Row, *, live: bool) -> None:
         """Raises KeyError if the row is not one of Metrics."""
         del live
-        reward = row.get("reward/mean")
-        assert not isinstance(reward, str)
-        if len(self._rewards_first) < REWARD_STEPS:
-            self._rewards_first.append(reward)
-        self._rewards_last.append(reward)
+        for name, key in OUTCOMES.items():
+            value = row.get(key)
+            assert not isinstance(value, str)
+            if len(self._first[name]) < REWARD_STEPS:
+                self._first[name].append(value)
+            self._recent[name].append(value)
         step = _number(row["time/step"])
         values = {
             "step": step,
@@ -140,7 +143,11 @@ class Summary:
             "is_scored": self._started is None or self._started.is_scored,
             "train_steps": step_count,
             "wall_s": ended.t if ended else last.t if last else 0.0,
-            "reward": {"first": _mean(self._rewards_first), "last": _mean(self._rewards_last)},
+            **{
+                name: {"first": _mean(self._first[name]), "last": _mean(self._recent[name])}
+                for name in OUTCOMES
+                if name == "reward" or any(value is not None for value in self._recent[name])
+            },
             "evaluation": self._evaluation(),
             "tokens": tokens,
             "useful_token_fraction": _ratio(tokens["trained"], tokens["generated"]),

@@ -53,6 +53,7 @@ def test_summary_by_hand(tmp_path: Path) -> None:
                 "train_steps": 10,
                 "wall_s": 20.0,
                 "reward": {"first": 0.1, "last": 0.8},
+                "loss": {"first": 1.0, "last": 1.0},
                 "evaluation": {"first": None, "last": None, "label": None, "count": 0},
                 "tokens": {"generated": 1007, "trained": 900, "masked": 100, "dropped": 0, "open": 7},
                 "useful_token_fraction": 900 / 1007,

@@ -234,7 +234,8 @@ def _load(directory: Path, dtype: torch.dtype, head: Literal["lm", "value"], att
     if missing:
         raise ConfigError(
             f"model = {str(directory)!r} lacks {len(missing)} weights of {type(module).__name__}, among them "
-            f"{min(missing)!r}; give the directory of a complete model"
+            f"{min(missing)!r}; give the directory of a "
+            f"{'language model' if head == 'lm' else 'model with a value head, such as a trained reward model'}"
         )
     with torch.no_grad():  # out of the file's mapping: the same alignment, hence the same bits, in every process
         for tensor in (*module.parameters(), *module.buffers()):
