@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrlhf.abc import EngineSpec, OnEvents
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, EngineLost, GroupError, SampleError
 from asyncrlhf.messages import EngineEvent, Failed
 
-__all__ = ("Calls", "require_not_configuration", "unsendable")
+__all__ = ("Calls", "Startable", "started", "unsendable")
 
 
 class Calls:
@@ -83,10 +83,32 @@ class Calls:
                 reply.set_exception(error)
 
 
-def require_not_configuration(spec: EngineSpec, error: ConfigError, built: Iterable[EngineSpec]) -> None:
-    """An engine that was built before from the same options does not fail for them. Raises GroupError then."""
-    if any(other == spec for other in built):
-        raise GroupError(f"group {spec.group!r}, rank {spec.rank}: {error}") from error
+class Startable(Protocol):
+    """A handle before its engine is built."""
+
+    spec: EngineSpec
+    calls: Calls
+
+    async def start(self) -> None:
+        """Wait until the engine is built. Raises what its constructor raised."""
+        ...
+
+    async def close(self, *, at_once: bool = False) -> None: ...
+
+
+async def started(engine: Startable, others: Iterable[Startable]) -> None:
+    """Start it, or leave nothing of it when the caller is cancelled. A configuration that another engine was built from
+    is not what is wrong: raises GroupError then, and else what the constructor raised."""
+    try:
+        await engine.start()
+    except asyncio.CancelledError:
+        await engine.close()
+        raise
+    except ConfigError as error:
+        spec = engine.spec
+        if any(other.spec == spec and other.calls.was_built for other in others):
+            raise GroupError(f"group {spec.group!r}, rank {spec.rank}: {error}") from error
+        raise
 
 
 def unsendable(spec: EngineSpec, verb: str, error: Exception) -> SampleError:

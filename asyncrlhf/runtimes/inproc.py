@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, OnEvents, Place
-from asyncrlhf.errors import AsyncRLHFError, ConfigError
+from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.messages import EngineEvent
-from asyncrlhf.runtimes.handle import Calls, require_not_configuration
+from asyncrlhf.runtimes.handle import Calls, started
 from asyncrlhf.runtimes.loop import Call, Cancel, Commands, EngineLoop, build, described
 
 __all__ = ("InprocRuntime", "ThreadEngine")
@@ -38,14 +38,7 @@ class InprocRuntime:
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
         engine = ThreadEngine(spec, on_events, grace=self._grace)
         self._engines.append(engine)
-        try:
-            await engine.ready
-        except asyncio.CancelledError:
-            await engine.close()
-            raise
-        except ConfigError as error:
-            require_not_configuration(spec, error, (e.spec for e in self._engines if e.calls.was_built))
-            raise
+        await started(engine, self._engines)
         return engine
 
     async def close(self) -> None:
@@ -70,9 +63,8 @@ class ThreadEngine:
         self._thread = threading.Thread(target=self._main, name=f"{spec.group}/{spec.rank}", daemon=True)
         self._thread.start()
 
-    @property
-    def ready(self) -> asyncio.Future[None]:
-        return self.calls.ready
+    async def start(self) -> None:
+        await self.calls.ready
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         key, reply = self.calls.open()

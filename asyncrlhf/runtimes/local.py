@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
-from asyncrlhf.errors import ConfigError, EngineLost, SampleError
+from asyncrlhf.errors import EngineLost, SampleError
 from asyncrlhf.runtimes.frames import LENGTH, Header, decode, encode, header_length, read_header
-from asyncrlhf.runtimes.handle import Calls, require_not_configuration, unsendable
+from asyncrlhf.runtimes.handle import Calls, started, unsendable
 from asyncrlhf.runtimes.logs import last_lines
 from asyncrlhf.runtimes.loop import described
 
@@ -56,15 +56,8 @@ class LocalRuntime:
         else:
             self._waiting.remove(host)
         engine = ProcessEngine(spec, host, on_events, grace=self._grace)
-        self._engines = [*(other for other in self._engines if other.spec != spec or not other.calls.ended), engine]
-        try:
-            await engine.start()
-        except asyncio.CancelledError:
-            await engine.close()
-            raise
-        except ConfigError as error:
-            require_not_configuration(spec, error, (e.spec for e in self._engines if e.calls.was_built))
-            raise
+        self._engines.append(engine)
+        await started(engine, self._engines)
         return engine
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
 from asyncrlhf.errors import ConfigError, EngineLost
 from asyncrlhf.runtimes.actor import EngineActor, Said
-from asyncrlhf.runtimes.handle import Calls, require_not_configuration, unsendable
+from asyncrlhf.runtimes.handle import Calls, started, unsendable
 from asyncrlhf.runtimes.logs import last_lines
 from asyncrlhf.runtimes.loop import Call, Cancel, Command
 
@@ -56,15 +56,8 @@ class RayRuntime:
             self._waiting.remove(found)
         actor = self._actor(spec.place) if found is None else found[1]
         engine = ActorEngine(spec, actor, self._log(spec.place), on_events, grace=self._grace)
-        self._engines = [*(other for other in self._engines if other.spec != spec or not other.calls.ended), engine]
-        try:
-            await engine.start()
-        except asyncio.CancelledError:
-            await engine.close()
-            raise
-        except ConfigError as error:
-            require_not_configuration(spec, error, (e.spec for e in self._engines if e.calls.was_built))
-            raise
+        self._engines.append(engine)
+        await started(engine, self._engines)
         return engine
 
     async def close(self) -> None:
