@@ -79,6 +79,7 @@ class Host:
 
     def __init__(self, place: Place, logs: Path) -> None:
         self.place = place
+        self._group_ended = False
         self.log = logs / f"{place.group}-{place.rank}.log"
         logs.mkdir(parents=True, exist_ok=True)
         self.socket, theirs = socket.socketpair()
@@ -111,7 +112,11 @@ class Host:
         self.process.wait()
 
     def kill_group(self) -> None:
-        """End the process and all others of its session: what a reward function has started, say."""
+        """End the process and all others of its group: what a reward function has started, say. Only once after its
+        end, when its number may become somebody else's."""
+        if self._group_ended:
+            return
+        self._group_ended = self.process.poll() is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
