@@ -188,7 +188,7 @@ def test_what_only_an_engine_can_see_is_one_line(tiny: tuple[Path, Any], tmp_pat
     (model / "model.safetensors").unlink()
     done = asyncrlhf(tmp_path, "tiny.toml", f"groups.reference.model={model}", "observe.console=off")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: ConfigError: model = ")
+    assert done.stderr.startswith("error: ConfigError: group 'reference': model = ")
     assert done.stderr.count("\n") == 1
     assert json.loads((tmp_path / "runs/tiny/summary.json").read_bytes())["reason"] == "ConfigError"
 
