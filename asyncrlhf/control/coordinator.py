@@ -102,9 +102,7 @@ class Coordinator:
                 for replica in follower.replicas:
                     tasks.create_task(self._serve_first(follower, replica))
         self._gate.publish(version)
-        if (
-            self._evaluator is not None and self._tasks is not None
-        ):  # also after a resume, which forgets what came later
+        if self._evaluator is not None and self._tasks is not None:  # a resume forgets the one that came after its step
             self._evaluator.start(version, version, self._tasks)
         self._step_began = self._elapsed()
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +14,6 @@ def ray_cluster() -> Generator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_DEDUP_LOGS"] = "0"
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     yield cluster.address
     ray.shutdown()

@@ -234,11 +234,12 @@ def test_the_value_loss(critic: str, split: str, clip: float) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_preference_loss(critic: str, split: str) -> None:
     batch = paired()
-    loss, accuracy, expected = slow_preference_loss(critic, batch, centre=0.01)
+    # The head's bias is moved by the centring alone: with a small weight its gradient is rounding of what cancels.
+    function = BradleyTerryLoss(centre=0.1)
+    loss, accuracy, expected = slow_preference_loss(critic, batch, centre=0.1)
     engine = trainer(critic, head="value", **SPLITS[split])
-    # What the two answers have in common cancels, and with it digits of float32.
-    assert distance(gradients(engine, batch, BradleyTerryLoss(centre=0.01)), expected) < 5e-5
-    metrics = engine.step(batch, pack(BradleyTerryLoss(centre=0.01))).metrics
+    assert distance(gradients(engine, batch, function), expected) < 1e-5
+    metrics = engine.step(batch, pack(function)).metrics
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["accuracy"] == pytest.approx(accuracy)
 

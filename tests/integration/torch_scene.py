@@ -102,9 +102,11 @@ def make_model(directory: Path, *, model_type: str = "qwen2", seed: int = 0, **c
         chat_template=TEMPLATE,
     )
     model = AutoModelForCausalLM.from_pretrained(directory)
+    random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+            noise = 0.1 * torch.randn(parameter.shape, generator=random)
+            parameter.mul_(2.0) if parameter.dim() > 1 else parameter.add_(noise)
     model.save_pretrained(directory)
     return str(directory)
 
