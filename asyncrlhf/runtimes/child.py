@@ -72,11 +72,10 @@ def main(descriptor: int, module: str) -> None:
     _die_with_parent()
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to handle, also when all processes of a job get them
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _pass_over)
     channel = Channel(socket.socket(fileno=descriptor))
     commands: Commands = Commands()
-    header, (path, spec) = _wait_for_spec(channel, module)
-    del header
+    path, spec = _wait_for_spec(channel, module)
     threading.Thread(target=_read, args=(channel, commands), name="reader", daemon=True).start()
     sys.path[:] = path
     engine: Engine | None = None
@@ -99,12 +98,16 @@ def main(descriptor: int, module: str) -> None:
         os._exit(code)  # threads of users' functions may hang
 
 
-def _wait_for_spec(channel: Channel, module: str) -> tuple[Header, tuple[list[str], EngineSpec]]:
+def _pass_over(number: int, frame: object) -> None:
+    """Not SIG_IGN, which what a reward function starts would inherit: nobody could terminate that."""
+
+
+def _wait_for_spec(channel: Channel, module: str) -> tuple[list[str], EngineSpec]:
     """Import meanwhile; an import that fails will fail again, with a better message, when the engine is built."""
     with contextlib.suppress(Exception):
         importlib.import_module(module)
     try:
-        return channel.receive()
+        return channel.receive()[1]
     except (EOFError, ConnectionError):
         os._exit(0)
 

@@ -182,3 +182,11 @@ def starts_a_process(prompt: str, response: str, ground_truth: str) -> float:
         Path("started").write_text(f"{sleeper} {copied}")
     time.sleep(0.05)
     return graded(prompt, response, ground_truth)
+
+
+def terminates_a_process(prompt: str, response: str, ground_truth: str) -> float:
+    """Ends what it has started, as a sandbox with a limit does."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    sleeper.terminate()
+    sleeper.wait(timeout=2)
+    return graded(prompt, response, ground_truth)

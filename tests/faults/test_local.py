@@ -158,6 +158,13 @@ def test_what_a_reward_function_starts_ends_with_it(forks: Forks, tmp_path: Path
     assert wait_for(lambda: not any(alive(pid) for pid in started))
 
 
+def test_a_reward_function_can_terminate_what_it_has_started(forks: Forks, tmp_path: Path) -> None:
+    name, run = scene.write(tmp_path, LOCAL.replace("tasks:graded", "tasks:terminates_a_process")), tmp_path / "run"
+    child = forks.start(tmp_path, name)
+    assert child.wait(PATIENCE) == 0, child.text
+    assert scene.summary(run)["leases"]["failed"] == 0
+
+
 def test_a_column_that_cannot_travel_fails_its_prompt_by_name(forks: Forks, tmp_path: Path) -> None:
     text = LOCAL.replace('"asyncrlhf.data.tasks:reverse"', '"tests.faults.tasks:odd_rows"')
     text = text.replace('options = { length = 3, alphabet = "abcdefgh", rows = 48 }\n', "")
