@@ -214,6 +214,7 @@ def test_rollouts_that_no_file_can_hold_are_left_out_of_checkpoints(forks: Forks
     child = forks.start(tmp_path, name, counted, halt_at="asyncrlhf.backends.torch.train:TorchTrainer.step")
     child.until(lambda: scores.exists() and scores.stat().st_size == 2 * 4 * (1 + 1))
     child.signal(signal.SIGINT)
+    child.until(lambda: "finishing the train step" in child.text)
     (tmp_path / "go").touch()
     assert child.wait() == 130
     assert scene.manifest(run, 1)["payload_count"] == 0
