@@ -71,8 +71,8 @@ class StopSignals:
         self.received = signal.Signals(number)
         if self._ask is None:
             raise StoppedEarly
-        _say(f"{self.received.name}: finishing the train step; once more ends at once")
         self._ask()
+        _say(f"{self.received.name}: finishing the train step; once more ends at once")
 
 
 def _say(text: str) -> None:
