@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import msgspec
@@ -215,6 +216,7 @@ def test_rollouts_that_no_file_can_hold_are_left_out_of_checkpoints(forks: Forks
     child.until(lambda: scores.exists() and scores.stat().st_size == 2 * 4 * (1 + 1))
     child.signal(signal.SIGINT)
     child.until(lambda: "finishing the train step" in child.text)
+    time.sleep(0.3)  # for the event loop to see it
     (tmp_path / "go").touch()
     assert child.wait() == 130
     assert scene.manifest(run, 1)["payload_count"] == 0
@@ -231,6 +233,7 @@ def test_ready_rollouts_are_kept_and_not_sampled_again(forks: Forks, tmp_path: P
     child.until(lambda: scores.exists() and scores.stat().st_size == 2 * 4 * (1 + 1))
     child.signal(signal.SIGINT)
     child.until(lambda: "finishing the train step" in child.text)
+    time.sleep(0.3)  # for the event loop to see it
     (tmp_path / "go").touch()
     assert child.wait() == 130
     assert scene.manifest(run, 1)["payload_count"] == 4
