@@ -333,12 +333,12 @@ class Session:
         gate, checkpoints = self.gate, self.directory.checkpoints
         if checkpoints.path(version) in checkpoints.complete():
             return
-        ready = (e for uid, e in gate.payloads.items() if uid in gate.ledger.live and self.config.checkpoint.payloads)
-        payloads, problems = encode_payloads(ready)
+        ready = [e for uid, e in gate.payloads.items() if uid in gate.ledger.live and self.config.checkpoint.payloads]
+        offsets, state, ledger = self.observer.offsets(), self.algorithm.state, gate.ledger.snapshot()
+        payloads, problems = await asyncio.to_thread(encode_payloads, ready)
         if problems and not self.left_out:
             self.left_out = True
             self.observer.emit(Warned(message=f"not in checkpoints, and sampled again after a resume: {problems[0]}"))
-        offsets, state = self.observer.offsets(), self.algorithm.state
         manifest = Manifest(
             format=FORMAT,
             algorithm=self.config.algorithm,
@@ -349,7 +349,7 @@ class Session:
             events_offset=offsets["events"],
             metrics_offset=offsets["metrics"],
             state=None if state is None else pack(state),
-            ledger=gate.ledger.snapshot(),
+            ledger=ledger,
             payload_count=len(payloads),
             fixed=self.directory.fixed,
             origin=self.origin,

@@ -192,6 +192,9 @@ class Ray(Table, frozen=True, kw_only=True):
 
     address: Name | None = None
     """A cluster to join: "auto" or "host:port"; left out: one of this run's own, on this machine."""
+    inline_bytes: Count = 65536
+    """Bytes of an answer (8 a token) up to which it goes through the controller, as do other columns; larger ones go
+    from engine to engine through Ray's object store; 0: all of them."""
 
 
 class Observe(Table, frozen=True, kw_only=True):

@@ -1,4 +1,7 @@
-"""From popped experiences to a TrainBatch: columns, and the mask that keeps the bound."""
+"""From popped experiences to a TrainBatch: columns, and the mask that keeps the bound.
+
+Nothing here waits: columns that are stored elsewhere stay there.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrlhf.flow.gate import Popped
-from asyncrlhf.messages import Array, ArrayColumn, Experience, PerSample, PerToken, Sample, TrainBatch
+from asyncrlhf.messages import (
+    Array,
+    ArrayColumn,
+    Column,
+    Experience,
+    PerSample,
+    PerToken,
+    Sample,
+    TrainBatch,
+    column_of,
+    sequence_column,
+)
 from asyncrlhf.messages.batch import Level
 from asyncrlhf.observe.events import Popped as PoppedEvent
 
@@ -57,9 +71,9 @@ def build_batch(popped: Popped, max_staleness: int) -> TrainBatch:
     for (_, experience, _, sample), row_versions in zip(rows, versions, strict=True):
         mask = (step - row_versions <= max_staleness) & _written_by_model(sample)
         masks.append(mask.astype(np.float32) * float(experience.trainable))
-    columns = {
-        "token_ids": _column("sequence", [e.prompt.token_ids + s.token_ids for _, e, _, s in rows], np.int32),
-        "behaviour_logprobs": _column("token", [s.logprobs for _, _, _, s in rows]),
+    columns: dict[str, Column] = {
+        "token_ids": sequence_column([e.prompt.token_ids for _, e, _, _ in rows], [s.token_ids for *_, s in rows]),
+        "behaviour_logprobs": column_of("token", [s.logprobs for *_, s in rows]),
         "versions": ArrayColumn("token", tuple(map(_sampled_by, versions, (s for _, _, _, s in rows)))),
         "mask": ArrayColumn("token", tuple(masks)),
     }
@@ -70,7 +84,7 @@ def build_batch(popped: Popped, max_staleness: int) -> TrainBatch:
         missing = next((e.prompt.uid for (_, e, _, _), v in zip(rows, values, strict=True) if v is None), None)
         if missing is not None:
             raise ValueError(f"column {name!r} is None for uid {missing} but filled for others of the same batch")
-        columns[name] = _column(level, cast(list[tuple[float, ...]], values))
+        columns[name] = column_of(level, cast(list[Sequence[float]], values))
     unmasked = tuple(int(mask.sum()) for mask in masks)
     counted = sum(popped.batch.trained.values())
     if _from_policy(popped.experiences) and sum(unmasked) != counted:
@@ -157,7 +171,3 @@ def _values(experience: Experience, name: str, level: Level, answer: int, sample
             f"{len(sample.token_ids)} response tokens"
         )
     return column[answer]
-
-
-def _column(level: Level, rows: Sequence[Sequence[float]], dtype: type[np.generic] = np.float32) -> ArrayColumn:
-    return ArrayColumn(level, tuple(np.array(row, dtype) for row in rows))
