@@ -3,6 +3,7 @@
 from asyncrlhf.messages.batch import Array as Array
 from asyncrlhf.messages.batch import ArrayColumn as ArrayColumn
 from asyncrlhf.messages.batch import Column as Column
+from asyncrlhf.messages.batch import RunColumn as RunColumn
 from asyncrlhf.messages.batch import Statistics as Statistics
 from asyncrlhf.messages.batch import TrainBatch as TrainBatch
 from asyncrlhf.messages.engines import Busy as Busy

@@ -2,9 +2,9 @@
 
 An actor packs long columns into lots before it says anything (`Shelf`). Whoever hears of them claims them at once, as
 results of a task of that actor (`claim`): thus the *caller*, which is the controller, owns them, and they outlive the
-actor that computed them, but not the machine they lie on. Ray frees a lot when no message in the controller, and no
-batch on its way to an engine, refers to it any more. Lots of less than 100 KiB lie in the controller's memory, as
-bytes, until an engine asks for them: so Ray treats small results.
+actor that computed them (save for the milliseconds that a claim takes), but not the machine they lie on. Ray frees a
+lot when no message in the controller, and no batch on its way to an engine, refers to it any more. Lots of less than
+100 KiB lie in the controller's memory, as bytes, until an engine asks for them: so Ray treats small results.
 """
 
 from __future__ import annotations
