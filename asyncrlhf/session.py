@@ -155,6 +155,7 @@ class Session:
             [g for g in self.groups.values() if isinstance(g, RolloutGroup)],
             observer.log,
             mode=config.publish.mode,
+            rolling=config.publish.rolling,
             timeout=config.publish.timeout,
             probe_gap=config.publish.probe_gap,
             evaluator=self._evaluator(),

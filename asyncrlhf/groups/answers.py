@@ -55,6 +55,8 @@ class Replica:
     aborting: int = 0
     """Aborts that it has not answered yet."""
     requests: dict[str, GenerateRequest] = field(default_factory=dict[str, GenerateRequest])
+    draining: bool = False
+    """It is given no new requests, until its group's `release`."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
