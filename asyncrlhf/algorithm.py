@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar, cast, overload
 
 import msgspec
 
-from asyncrlhf.errors import AsyncRLHFError, LeaseLost, SampleError, Stalled
+from asyncrlhf.errors import AsyncRLHFError, DataLost, LeaseLost, SampleError, Stalled
 from asyncrlhf.flow.gate import Gate
 
 __all__ = ("Algorithm", "Stage", "cause_of", "gather", "run_algorithm", "state_numbers")
@@ -172,8 +172,9 @@ async def _work(stage: Stage, gate: Gate) -> None:
 
 
 def _ends_the_run(error: BaseException) -> bool:
-    """Else it is the lease's own failure: counted and named, and the worker goes on."""
-    return isinstance(error, AsyncRLHFError) and not isinstance(error, SampleError)
+    """Else it is the lease's own failure, or that of what was sampled under it: counted and named, and the worker goes
+    on."""
+    return isinstance(error, AsyncRLHFError) and not isinstance(error, SampleError | DataLost)
 
 
 async def _run_alone(stage: Stage) -> asyncio.Task[None]:

@@ -70,7 +70,7 @@ def make_runtime(config: Config, run_dir: Path) -> Runtime:
         except ImportError as error:
             raise ConfigError(f'runtime = "ray": {error}; pip install "asyncrlhf[ray]"') from error
 
-        return RayRuntime(run_dir / LOGS, address=config.ray.address)
+        return RayRuntime(run_dir / LOGS, address=config.ray.address, inline_bytes=config.ray.inline_bytes)
     if config.runtime == "inproc":
         from asyncrlhf.runtimes.inproc import InprocRuntime
 

@@ -10,6 +10,7 @@ AsyncRLHFError
   CheckpointError      a checkpoint is missing, torn or does not fit    (also an OSError)
   GroupError           an engine of a group failed: group, rank, cause  (also a RuntimeError)
     EngineLost         its process has ended: signal or exit code, last lines of its log
+      DataLost         what a message refers to is gone, with the machine that held it
   RunEnded             the run ends before its train steps, by name
     Exhausted          too many prompts in a row gave nothing to train on
     Diverged           too many train steps in a row were not finite
@@ -27,6 +28,7 @@ __all__ = (
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "DataLost",
     "Diverged",
     "EngineLost",
     "Exhausted",
@@ -80,6 +82,11 @@ class GroupError(AsyncRLHFError, RuntimeError):
 
 class EngineLost(GroupError):
     """The process behind an engine has ended; a fresh one may do better."""
+
+
+class DataLost(EngineLost):
+    """What a message refers to is gone: a rollout that waits is sampled again, and a run whose train step needs it goes
+    on from its newest checkpoint."""
 
 
 class RunEnded(AsyncRLHFError):

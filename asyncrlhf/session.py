@@ -155,6 +155,7 @@ class Session:
             [g for g in self.groups.values() if isinstance(g, RolloutGroup)],
             observer.log,
             mode=config.publish.mode,
+            rolling=config.publish.rolling,
             timeout=config.publish.timeout,
             probe_gap=config.publish.probe_gap,
             evaluator=self._evaluator(),
@@ -333,12 +334,12 @@ class Session:
         gate, checkpoints = self.gate, self.directory.checkpoints
         if checkpoints.path(version) in checkpoints.complete():
             return
-        ready = (e for uid, e in gate.payloads.items() if uid in gate.ledger.live and self.config.checkpoint.payloads)
-        payloads, problems = encode_payloads(ready)
+        ready = [e for uid, e in gate.payloads.items() if uid in gate.ledger.live and self.config.checkpoint.payloads]
+        offsets, state, ledger = self.observer.offsets(), self.algorithm.state, gate.ledger.snapshot()
+        payloads, problems = await asyncio.to_thread(encode_payloads, ready)
         if problems and not self.left_out:
             self.left_out = True
             self.observer.emit(Warned(message=f"not in checkpoints, and sampled again after a resume: {problems[0]}"))
-        offsets, state = self.observer.offsets(), self.algorithm.state
         manifest = Manifest(
             format=FORMAT,
             algorithm=self.config.algorithm,
@@ -349,7 +350,7 @@ class Session:
             events_offset=offsets["events"],
             metrics_offset=offsets["metrics"],
             state=None if state is None else pack(state),
-            ledger=gate.ledger.snapshot(),
+            ledger=ledger,
             payload_count=len(payloads),
             fixed=self.directory.fixed,
             origin=self.origin,

@@ -167,6 +167,9 @@ class Publish(Table, frozen=True, kw_only=True):
     """Train steps between two publishes that move bytes; at most lookahead + 1."""
     mode: Literal["in_flight", "drain"] = "in_flight"
     """Swap weights at a token boundary of running answers, or let them finish first."""
+    rolling: bool = False
+    """Swap one engine after another, while the others sample on: generation never stops, and a publish takes as long
+    as all the swaps together. False: all at once."""
     kv: Literal["rebuild", "keep"] = "rebuild"
     """What becomes of the KV cache of running answers: recomputed, or kept and their tokens flagged kv_mixed."""
     probe_gap: Amount = 0.5
@@ -192,6 +195,9 @@ class Ray(Table, frozen=True, kw_only=True):
 
     address: Name | None = None
     """A cluster to join: "auto" or "host:port"; left out: one of this run's own, on this machine."""
+    inline_bytes: Count = 65536
+    """Bytes of an answer (8 a token) up to which it goes through the controller, as do other columns; larger ones go
+    from engine to engine through Ray's object store; 0: all of them."""
 
 
 class Observe(Table, frozen=True, kw_only=True):

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from asyncrlhf.errors import CheckpointError, EngineLost, GroupError
+from asyncrlhf.errors import CheckpointError, DataLost, EngineLost, GroupError
 from asyncrlhf.flow.leases import LedgerState
-from asyncrlhf.messages import Experience
+from asyncrlhf.messages import Experience, Stored
 from asyncrlhf.messages.wire import Packed
 
 __all__ = (
@@ -151,15 +151,21 @@ def step_of(path: Path) -> int:
 
 def encode_payloads(experiences: Iterable[Experience]) -> tuple[list[bytes], list[str]]:
     """Ready rollouts as bytes, and why some cannot be (a data row may hold any Python object): those are left out,
-    and their prompts answered again after a resume."""
+    and their prompts answered again after a resume. Waits for stored columns: call it in a thread."""
     encoded: list[bytes] = []
     problems: list[str] = []
     for experience in experiences:
         try:
-            encoded.append(msgspec.msgpack.encode(experience))
-        except (TypeError, OverflowError, RecursionError) as error:
+            encoded.append(msgspec.msgpack.encode(experience, enc_hook=_fetched))
+        except (TypeError, OverflowError, RecursionError, DataLost) as error:
             problems.append(f"the rollout of prompt {experience.prompt.uid}: {error}")
     return encoded, problems
+
+
+def _fetched(value: object) -> Sequence[float]:
+    if isinstance(value, Stored):
+        return value.values()
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
 
 
 def load_manifest(path: Path) -> Manifest:

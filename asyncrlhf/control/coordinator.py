@@ -1,7 +1,8 @@
 """Coordinator: the version clock. Closes train steps and publishes weights in two phases.
 
-`publish` waits for the trained model's weights and then for every serving engine (prepare, then commit); an engine
-that fails or is late is fenced, restarted, and joins at the newest version. `serve` runs those restarts.
+`publish` waits for the trained model's weights and then for every serving engine: all prepare side by side, and commit
+at once or one after another. An engine that fails or is late is fenced, restarted, and joins at the newest version.
+`serve` runs those restarts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from asyncrlhf.observe.log import EventLog
 
 __all__ = ("Coordinator",)
 
+Phase = Literal["prepare", "commit"]
+
 
 class Coordinator:
     """One per policy clock."""
@@ -36,18 +39,21 @@ class Coordinator:
         log: EventLog,
         *,
         mode: Literal["in_flight", "drain"] = "in_flight",
+        rolling: bool = False,
         timeout: float = 300.0,
         probe_gap: float = 0.0,
         evaluator: Evaluator | None = None,
         after_step: Callable[[int], Awaitable[None]] | None = None,
         state: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`timeout`: seconds an engine may take for one phase. `probe_gap`: nats by which an engine that has committed
-        weights may differ from the trainer before it is fenced; 0: it is not asked. `after_step(version)` is awaited at
-        each boundary. `state`: the numbers in the algorithm's state, reported then."""
+        """`rolling`: engines commit one after another. `timeout`: seconds an engine may take for one phase.
+        `probe_gap`: nats by which an engine that has committed weights may differ from the trainer before it is fenced;
+        0: it is not asked. `after_step(version)` is awaited at each boundary. `state`: the numbers in the algorithm's
+        state, reported then."""
         self.publish_count = 0
         self._gate, self._trained, self._followers = gate, trained, followers
         self._emit, self._elapsed = log.emit, log.elapsed
+        self._rolling = rolling
         self._mode, self._timeout, self._evaluator, self._after_step = mode, timeout, evaluator, after_step
         self._probe_gap, self._largest_gap = probe_gap, 0.0
         self._state = state
@@ -154,8 +160,11 @@ class Coordinator:
             self._fenced, self._largest_gap = [], 0.0
             try:
                 with self._gate.trainer_waits():
-                    await self._phase("prepare")
-                    await self._phase("commit")
+                    await self._side_by_side("prepare")
+                    if self._rolling:
+                        await self._one_after_another("commit")
+                    else:
+                        await self._side_by_side("commit")
                     while not self._members.serving:
                         self._joined.clear()
                         await self._joined.wait()
@@ -186,20 +195,31 @@ class Coordinator:
             self._remember(group.name, handle)
         return handles
 
-    async def _phase(self, phase: Literal["prepare", "commit"]) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for follower in self._followers:
-                for replica in follower.replicas:
-                    behind = self._members.serving.get(replica.key, self._members.target) < self._members.target
-                    if replica.serving and behind:
-                        tasks.create_task(self._one(phase, follower, replica), name=f"{phase} {replica.key}")
+    def _behind(self) -> list[tuple[RolloutGroup, Replica]]:
+        """The serving engines that have not committed the version under way."""
+        members = self._members
+        engines = [(follower, replica) for follower in self._followers for replica in follower.replicas]
+        return [(f, r) for f, r in engines if r.serving and members.serving.get(r.key, members.target) < members.target]
 
-    async def _one(self, phase: Literal["prepare", "commit"], follower: RolloutGroup, replica: Replica) -> None:
+    async def _side_by_side(self, phase: Phase) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for follower, replica in self._behind():
+                tasks.create_task(self._one(phase, follower, replica), name=f"{phase} {replica.key}")
+
+    async def _one_after_another(self, phase: Phase) -> None:
+        """While one is at it the others sample on; P rises with the last."""
+        for follower, replica in self._behind():
+            if replica.serving:  # it may have been fenced meanwhile
+                await self._one(phase, follower, replica)
+                follower.release(replica)
+
+    async def _one(self, phase: Phase, follower: RolloutGroup, replica: Replica) -> None:
         incarnation = self._members.incarnation[replica.key]
         weights = self._weights[follower.follows]
         try:
             if phase == "commit" and self._mode == "drain":
-                await follower.drained(replica)  # as long as its answers take; a lost one ends at its lease's time-out
+                # as long as its answers take; a lost one ends at its lease's time-out
+                await follower.drained(replica, alone=self._rolling)
             async with asyncio.timeout(self._timeout):
                 if phase == "prepare":
                     await follower.prepare(replica, weights)

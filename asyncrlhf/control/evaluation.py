@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean
 
-from asyncrlhf.errors import SampleError
+from asyncrlhf.errors import DataLost, SampleError
 from asyncrlhf.groups import RewardGroup, RolloutGroup
+from asyncrlhf.groups.answers import token_ids_of
 from asyncrlhf.messages import PerSample, Prompt, Rollout
 from asyncrlhf.observe.events import Answered, Evaluated, EvaluationStarted, Warned
 from asyncrlhf.observe.log import EventLog
@@ -88,6 +90,11 @@ class Evaluator:
         versions = {s.version for rollout, _ in done for x in rollout.samples for s in x.segments}
         low, high = min(versions), max(versions)
         means = {name: fmean(scores[name] for _, scores in done) for name in self._scorers}
+        quoted: list[Answered] = []
+        for rollout, scores in done[: self._show]:
+            with suppress(DataLost):
+                text = self._decode((await token_ids_of(rollout))[0])
+                quoted.append(Answered(rollout.prompt.text, text, scores))
         self._emit(
             Evaluated(
                 train_step=train_step,
@@ -97,10 +104,7 @@ class Evaluator:
                 token_count=sum(len(x.token_ids) for rollout, _ in done for x in rollout.samples),
                 seconds=self._elapsed() - started,
                 judges=means,
-                samples=tuple(
-                    Answered(rollout.prompt.text, self._decode(rollout.samples[0].token_ids), scores)
-                    for rollout, scores in done[: self._show]
-                ),
+                samples=tuple(quoted),
             )
         )
 
@@ -112,10 +116,10 @@ class Evaluator:
             async with asyncio.TaskGroup() as tasks:
                 for name, scorer in self._scorers.items():
                     scoring[name] = tasks.create_task(scorer.score(rollout))
-        except SampleError as error:
+        except (SampleError, DataLost) as error:
             problem = error
         except ExceptionGroup as errors:
-            if not all(isinstance(error, SampleError) for error in errors.exceptions):
+            if not all(isinstance(error, SampleError | DataLost) for error in errors.exceptions):
                 raise  # scorers run side by side: beside a bad answer an engine may have failed
             problem = errors.exceptions[0]
         else:

@@ -1,4 +1,7 @@
-"""From popped experiences to a TrainBatch: columns, and the mask that keeps the bound."""
+"""From popped experiences to a TrainBatch: columns, and the mask that keeps the bound.
+
+Nothing here waits: columns that are stored elsewhere stay there.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrlhf.flow.gate import Popped
-from asyncrlhf.messages import Array, ArrayColumn, Experience, PerSample, PerToken, Sample, TrainBatch
+from asyncrlhf.messages import (
+    Column,
+    Experience,
+    PerSample,
+    PerToken,
+    RunColumn,
+    Sample,
+    Segment,
+    TrainBatch,
+    column_of,
+    sequence_column,
+)
 from asyncrlhf.messages.batch import Level
 from asyncrlhf.observe.events import Popped as PoppedEvent
 
@@ -52,16 +66,17 @@ def build_batch(popped: Popped, max_staleness: int) -> TrainBatch:
     Raises ValueError when an experience's column does not fit its samples.
     """
     step, rows = popped.batch.step, rows_of(popped.experiences)
-    versions = [np.array(sample.versions(), np.int32) for _, _, _, sample in rows]
-    masks: list[Array] = []
-    for (_, experience, _, sample), row_versions in zip(rows, versions, strict=True):
-        mask = (step - row_versions <= max_staleness) & _written_by_model(sample)
-        masks.append(mask.astype(np.float32) * float(experience.trainable))
-    columns = {
-        "token_ids": _column("sequence", [e.prompt.token_ids + s.token_ids for _, e, _, s in rows], np.int32),
-        "behaviour_logprobs": _column("token", [s.logprobs for _, _, _, s in rows]),
-        "versions": ArrayColumn("token", tuple(map(_sampled_by, versions, (s for _, _, _, s in rows)))),
-        "mask": ArrayColumn("token", tuple(masks)),
+    counts = tuple(tuple(s.token_count for s in sample.segments) for *_, sample in rows)
+    masks = tuple(
+        tuple(float(e.trainable and _written_by_model(x) and step - x.version <= max_staleness) for x in s.segments)
+        for _, e, _, s in rows
+    )
+    versions = tuple(tuple(-1 if s.source == "data" else s.version for s in sample.segments) for *_, sample in rows)
+    columns: dict[str, Column] = {
+        "token_ids": sequence_column([e.prompt.token_ids for _, e, _, _ in rows], [s.token_ids for *_, s in rows]),
+        "behaviour_logprobs": column_of("token", [s.logprobs for *_, s in rows]),
+        "versions": RunColumn("token", versions, counts, "int32"),
+        "mask": RunColumn("token", masks, counts),
     }
     for name, level in experience_columns(type(popped.experiences[0])).items():
         values = [_values(e, name, level, i, s) for _, e, i, s in rows]
@@ -70,8 +85,8 @@ def build_batch(popped: Popped, max_staleness: int) -> TrainBatch:
         missing = next((e.prompt.uid for (_, e, _, _), v in zip(rows, values, strict=True) if v is None), None)
         if missing is not None:
             raise ValueError(f"column {name!r} is None for uid {missing} but filled for others of the same batch")
-        columns[name] = _column(level, cast(list[tuple[float, ...]], values))
-    unmasked = tuple(int(mask.sum()) for mask in masks)
+        columns[name] = column_of(level, cast(list[Sequence[float]], values))
+    unmasked = tuple(sum(n for m, n in zip(*row, strict=True) if m) for row in zip(masks, counts, strict=True))
     counted = sum(popped.batch.trained.values())
     if _from_policy(popped.experiences) and sum(unmasked) != counted:
         raise AssertionError(f"train step {step}: mask leaves {sum(unmasked)} tokens, the ledger counted {counted}")
@@ -96,16 +111,17 @@ def popped_event(popped: Popped, batch: TrainBatch, max_staleness: int) -> Poppe
     by_position, by_length = np.zeros(10, np.int64), np.zeros(10, np.int64)
     longest = max(batch.response_lengths)
     for _, experience, _, sample in rows:
-        lags = step - np.array(sample.versions(), np.int32)
-        written = _written_by_model(sample)
-        over = (lags > max_staleness) & written
-        for lag in lags[over].tolist():
-            masked[lag] += 1
-        if not experience.trainable:
-            untrainable += int((written & ~over).sum())
-        deciles = np.arange(len(lags)) * 10 // max(1, len(lags))
-        by_position += np.bincount(deciles[over], minlength=10)
-        by_length[min(9, 10 * len(lags) // (longest + 1))] += int(over.sum())
+        runs = [(step - s.version, s.token_count) for s in sample.segments if _written_by_model(s)]
+        for lag, count in runs:
+            if lag > max_staleness:
+                masked[lag] += count
+            elif not experience.trainable:
+                untrainable += count
+        if any(lag > max_staleness for lag, _ in runs):
+            over = _over_age(sample, step - max_staleness)
+            deciles = np.arange(len(over)) * 10 // max(1, len(over))
+            by_position += np.bincount(deciles[over], minlength=10)
+            by_length[min(9, 10 * len(over) // (longest + 1))] += int(over.sum())
     rewards = [reward for experience in popped.experiences for reward in experience.rewards or ()]
     leases = popped.batch.leases
     return PoppedEvent(
@@ -125,15 +141,15 @@ def popped_event(popped: Popped, batch: TrainBatch, max_staleness: int) -> Poppe
     )
 
 
-def _written_by_model(sample: Sample) -> NDArray[np.bool_]:
-    """bool [T]: tokens that may be trained on."""
-    return np.array([s.source != "environment" for s in sample.segments for _ in range(s.token_count)], bool)
+def _written_by_model(segment: Segment) -> bool:
+    """Whether its tokens may be trained on."""
+    return segment.source != "environment"
 
 
-def _sampled_by(versions: Array, sample: Sample) -> Array:
-    """int32 [T]: w_i, and -1 for tokens that the data set wrote."""
-    written = np.array([s.source == "data" for s in sample.segments for _ in range(s.token_count)], bool)
-    return np.where(written, np.int32(-1), versions)
+def _over_age(sample: Sample, oldest: int) -> NDArray[np.bool_]:
+    """bool [T]: tokens of versions before `oldest` that would have been trained on."""
+    runs = [_written_by_model(segment) and segment.version < oldest for segment in sample.segments]
+    return np.repeat(np.array(runs, bool), [segment.token_count for segment in sample.segments])
 
 
 def _from_policy(experiences: Sequence[Experience]) -> bool:
@@ -157,7 +173,3 @@ def _values(experience: Experience, name: str, level: Level, answer: int, sample
             f"{len(sample.token_ids)} response tokens"
         )
     return column[answer]
-
-
-def _column(level: Level, rows: Sequence[Sequence[float]], dtype: type[np.generic] = np.float32) -> ArrayColumn:
-    return ArrayColumn(level, tuple(np.array(row, dtype) for row in rows))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from weakref import WeakSet
 
-from asyncrlhf.errors import LeaseLost, SampleError
+from asyncrlhf.errors import DataLost, LeaseLost, SampleError
 from asyncrlhf.flow.counting import reconcile
 from asyncrlhf.flow.ending import describe, end_error
 from asyncrlhf.flow.holding import Holder as Holder
@@ -145,11 +145,11 @@ class Gate:
         self._settle_held(holder, "filtered", "")
 
     def fail(self, task: asyncio.Task[object], error: BaseException) -> bool:
-        """An exception left a worker: settle what the worker held as failed. False if it held nothing."""
+        """A worker's exception: what it held has failed, or is leased again (DataLost). False if it held nothing."""
         held = [h for h in self._holders.values() if h is not None and h.task is task and h.prompt is not None]
         self.last_error, self.last_failure = describe(error), error
         for holder in held:
-            self._settle_held(holder, "failed", self.last_error)
+            self._settle_held(holder, "lost" if isinstance(error, DataLost) else "failed", self.last_error)
         return bool(held)
 
     def filter_held(self, task: asyncio.Task[object]) -> bool:
@@ -195,9 +195,9 @@ class Gate:
         self._forget(prompt.uid)
         self._moved()
 
-    def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None:
-        """Cancel a lease; its prompt is leased again. `counts`: as an attempt that the prompt lost."""
-        self.ledger.drop(uid, attempt, reason, counts=counts)
+    def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False, fruitless: bool = False) -> None:
+        """Cancel a lease; its prompt is leased again. `counts`, `fruitless`: see the ledger's `drop`."""
+        self.ledger.drop(uid, attempt, reason, counts=counts, fruitless=fruitless)
         self._advance()
 
     # ---- the trainer -------------------------------------------------------------------------------------------
@@ -358,6 +358,8 @@ class Gate:
             self._settle(prompt.uid, prompt.attempt, state, error)
 
     def _settle(self, uid: int, attempt: int, state: str, error: str) -> None:
+        if state == "lost":
+            return self.drop(uid, attempt, state, fruitless=True)
         tokens = sum(self.ledger.live[uid].tokens.values())
         self.ledger.settle(uid, attempt, "failed" if state == "failed" else "filtered")
         self._forget(uid)

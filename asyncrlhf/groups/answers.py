@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrlhf.abc import EngineHandle, EngineSpec
 from asyncrlhf.groups.supervisor import RestartBudget
-from asyncrlhf.messages import GenerateRequest, Prompt, Rollout, Sample
+from asyncrlhf.messages import GenerateRequest, Prompt, Rollout, Sample, Stored, fetch
 
-__all__ = ("Replica", "Sampling", "Task", "answer_seed")
+__all__ = ("Replica", "Sampling", "Task", "answer_seed", "token_ids_of")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class Replica:
     aborting: int = 0
     """Aborts that it has not answered yet."""
     requests: dict[str, GenerateRequest] = field(default_factory=dict[str, GenerateRequest])
+    draining: bool = False
+    """It is given no new requests, until its group's `release`."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -66,3 +69,13 @@ def answer_seed(run: int, uid: int, attempt: int, number: int) -> int:
         mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & (2**64 - 1)
         mixed ^= mixed >> 31
     return mixed >> 1
+
+
+async def token_ids_of(rollout: Rollout) -> list[Sequence[int]]:
+    """Token ids of every answer, here. Waits for stored ones, in a thread. Raises DataLost."""
+    columns = [sample.token_ids for sample in rollout.samples]
+    stored = [column for column in columns if isinstance(column, Stored)]
+    if not stored:
+        return columns
+    found = iter(await asyncio.to_thread(fetch, stored))
+    return [next(found).tolist() if isinstance(column, Stored) else column for column in columns]

@@ -10,13 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import EngineLost, GroupError
+from asyncrlhf.errors import DataLost, EngineLost, GroupError
 from asyncrlhf.groups.group import emit_busy, spawned
 from asyncrlhf.groups.supervisor import RestartBudget
-from asyncrlhf.messages import ArrayColumn, EngineEvent, Rollout, TrainBatch
+from asyncrlhf.messages import EngineEvent, Rollout, TrainBatch, sequence_column
 from asyncrlhf.observe.events import Restarted
 from asyncrlhf.observe.log import EventLog
 
@@ -76,16 +74,25 @@ class FrozenEngine:
                 self._tasks = None
 
     async def call(self, verb: str, *arguments: Any) -> Any:
-        """The result, of whichever incarnation gives one. Raises GroupError when there will be none."""
+        """The result, of whichever incarnation gives one. Raises GroupError when there will be none, DataLost when
+        what it is to read is gone."""
         while True:
             try:
                 return await self.ask(await self.serving(), verb, *arguments)
+            except DataLost:
+                raise
             except EngineLost:
                 continue
 
-    async def read(self, verb: str, rollouts: Sequence[Rollout]) -> list[Sequence[Any]]:
-        """What a verb of a model gives for every answer of each rollout; one forward reads them all."""
-        rows: Sequence[Any] = await self.call(verb, _batch_of(rollouts))
+    async def read(self, verb: str, rollouts: Sequence[Rollout]) -> list[Sequence[Any] | DataLost]:
+        """What a verb of a model gives for every answer of each rollout, or that this rollout is lost; one forward
+        reads them all."""
+        try:
+            rows: Sequence[Any] = await self.call(verb, _batch_of(rollouts))
+        except DataLost as error:
+            if len(rollouts) == 1:
+                return [error]
+            return [found for rollout in rollouts for found in await self.read(verb, [rollout])]
         ends = list(itertools.accumulate(len(rollout.samples) for rollout in rollouts))
         return [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -106,7 +113,8 @@ class FrozenEngine:
         return self._now
 
     async def ask(self, engine: Incarnation, verb: str, *arguments: Any) -> Any:
-        """The result of one call. Raises EngineLost if this incarnation is lost, or given up for its silence."""
+        """The result of one call. Raises EngineLost if this incarnation is lost, or given up for its silence, and
+        DataLost if it is what it was to read."""
         if engine.lost:
             raise EngineLost(engine.lost)
         try:
@@ -118,6 +126,8 @@ class FrozenEngine:
                 f"group {self.spec.group!r}: {verb} has not come back within {self._call_timeout} s, half of "
                 "limits.stall_timeout; its engine hangs, or the limit is too low for this model",
             )
+        except DataLost:
+            raise
         except EngineLost as error:
             engine.lost = engine.lost or str(error)
         except GroupError:
@@ -175,6 +185,6 @@ def _batch_of(rollouts: Sequence[Rollout]) -> TrainBatch:
         unmasked=lengths,
         rollouts=tuple(g for g, _, _ in rows),
         columns={
-            "token_ids": ArrayColumn("sequence", tuple(np.array(p + r, np.int32) for _, p, r in rows)),
+            "token_ids": sequence_column([prompt for _, prompt, _ in rows], [response for *_, response in rows]),
         },
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from asyncrlhf.errors import AsyncRLHFError, GroupError
+from asyncrlhf.errors import AsyncRLHFError, DataLost, GroupError
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.group import Group, Request, answer, refuse
-from asyncrlhf.messages import PerToken, Rollout
+from asyncrlhf.messages import PerToken, Rollout, Stored
 from asyncrlhf.observe.log import EventLog
 
 __all__ = ("ReferenceGroup",)
@@ -23,7 +23,7 @@ class ReferenceGroup(Group):
         await self._engine.start()
 
     async def logprobs(self, rollout: Rollout) -> PerToken:
-        """Log-prob of every response token of every answer at the run's temperature."""
+        """Log-prob of every response token of every answer at the run's temperature. Raises DataLost."""
         return await self.ask("logprobs", rollout)
 
     async def serve(self) -> None:
@@ -42,4 +42,7 @@ class ReferenceGroup(Group):
                 raise  # whoever asked may be gone by now
             return
         for request, rows in zip(requests, found, strict=True):
-            answer(request, tuple(tuple(row.tolist()) for row in rows))
+            if isinstance(rows, DataLost):
+                refuse(request, rows)
+            else:
+                answer(request, tuple(row if isinstance(row, Stored) else tuple(row.tolist()) for row in rows))

@@ -151,17 +151,20 @@ class RolloutGroup(Group):
         said: Sequence[float] = await self._engine(replica).call("probe", weights.probe.token_ids)
         return max(abs(a - b) for a, b in zip(said, weights.probe.logprobs, strict=True))
 
-    async def drained(self, replica: Replica) -> None:
+    async def drained(self, replica: Replica, *, alone: bool = False) -> None:
         """Wait until an engine has no answer to a lease outstanding (evaluations are swapped in flight). Requests that
-        come meanwhile wait for `release`."""
-        self._held = True
+        come meanwhile wait for `release`, or if it is drained `alone` go to the others."""
+        self._held = self._held or not alone
+        replica.draining = True
         replica.idle.clear()
         self._note_idle(replica)
         await replica.idle.wait()
 
-    def release(self) -> None:
-        """Draining is over: send what was held back."""
-        self._held = False
+    def release(self, *replicas: Replica) -> None:
+        """Draining is over, of these engines or (none given) of all: send what was held back."""
+        self._held = self._held and bool(replicas)
+        for replica in replicas or self.replicas:
+            replica.draining = False
         self.flush()
 
     def flush(self) -> None:
@@ -230,7 +233,7 @@ class RolloutGroup(Group):
     def _dispatch(self, requests: list[GenerateRequest]) -> None:
         """To the serving engine with the fewest answers outstanding, one that leaves an abort unanswered last; kept
         while there is none or all are drained."""
-        serving = [replica for replica in self.replicas if replica.serving]
+        serving = [replica for replica in self.replicas if replica.serving and not replica.draining]
         if self._held or not serving:
             self._held_back += requests
             return
@@ -257,7 +260,7 @@ class RolloutGroup(Group):
 
     def _note_idle(self, replica: Replica) -> None:
         """Tell a drain when the last answer to a lease is in."""
-        if self._held and not any((t := self._tasks.get(i)) is not None and t.lease for i in replica.requests):
+        if replica.draining and not any((t := self._tasks.get(i)) is not None and t.lease for i in replica.requests):
             replica.idle.set()
 
     async def _abort(self, replica: Replica, incarnation: int, task: Task, ids: list[str]) -> None:

@@ -9,7 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from statistics import fmean, pstdev
 from typing import Protocol
 
-from asyncrlhf.errors import EngineLost, GroupError, SampleError
+from asyncrlhf.errors import DataLost, EngineLost, GroupError, SampleError
+from asyncrlhf.groups.answers import token_ids_of
 from asyncrlhf.groups.frozen import FrozenEngine, Incarnation
 from asyncrlhf.messages import PerSample, Rollout, ScoreRequest
 from asyncrlhf.observe.events import Warned
@@ -57,7 +58,7 @@ class RuleScorer:
         request = ScoreRequest(
             uid=prompt.uid,
             prompt=prompt.text,
-            responses=tuple(self._decode(sample.token_ids) for sample in rollout.samples),
+            responses=tuple(map(self._decode, await token_ids_of(rollout))),
             ground_truth=prompt.ground_truth,
             columns=prompt.columns,
         )
@@ -156,7 +157,11 @@ class ModelScorer:
             self._engine.log.emit(Warned(message=self._warning))
         if not self._calibration:
             return
-        scores = [float(score) for found in await self._engine.read("scores", self._calibration) for score in found]
+        scores: list[float] = []
+        for found in await self._engine.read("scores", self._calibration):
+            if isinstance(found, DataLost):
+                raise found
+            scores += map(float, found)
         what = f"group {self._engine.spec.group!r}: of the {len(scores)} answers to calibrate with"
         advice = "use a trained reward model, or leave calibrate out"
         broken = sum(not math.isfinite(score) for score in scores)
@@ -189,5 +194,9 @@ class ModelScorer:
         waiting = dict(self._waiting)
         found = await self._engine.read("scores", list(waiting.values()))
         for reply, scores in zip(waiting, found, strict=True):
-            if self._waiting.pop(reply, None) is not None:
+            if self._waiting.pop(reply, None) is None:
+                continue
+            if isinstance(scores, DataLost):
+                reply.set_exception(scores)
+            else:
                 reply.set_result(tuple((score - self._mean) / self._deviation for score in scores))

@@ -13,12 +13,13 @@ from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
 from asyncrlhf.groups.group import Group, Request, TooLate, answer, refuse, spawned, within
 from asyncrlhf.messages import (
     Array,
-    ArrayColumn,
+    Column,
     EngineEvent,
     Failed,
     StepResult,
     TrainBatch,
     WeightHandle,
+    column_of,
     pack,
 )
 from asyncrlhf.observe.events import Measured, OptimizerStep, Warned
@@ -58,7 +59,7 @@ class TrainGroup(Group):
         self._engine: EngineHandle | None = None
         self._needs_proximal = needs_proximal
         self._begun: tuple[int, tuple[int, ...]] | None = None  # train step and row lengths of the popped batch
-        self._proximal: ArrayColumn | None = None  # for every row of it; None: its one step needs none
+        self._proximal: Column | None = None  # for every row of it; None: its one step needs none
         self._before_update = asyncio.Lock()  # steps asked for at once wait for the forward of the first
         self._gap_alarm, self._call_timeout = gap_alarm, call_timeout
 
@@ -87,22 +88,21 @@ class TrainGroup(Group):
                 batch = await self._with_proximal(batch, loss.uses_masked_rows)
         return await self.ask("step", batch.without_origin(), pack(loss))
 
-    async def logprobs(self, batch: TrainBatch) -> ArrayColumn:
+    async def logprobs(self, batch: TrainBatch) -> Column:
         """Log-prob of every response token under the current weights, as a column."""
-        rows: Sequence[Array] = await self.ask("logprobs", batch.without_origin())
-        return ArrayColumn("token", tuple(rows))
+        return column_of("token", await self.ask("logprobs", batch.without_origin()))
 
     async def apply(self, transform: Transform, batch: TrainBatch) -> TrainBatch:
         """The batch with the columns that a transform computes beside this model (GAE beside the critic); what it
         measures is reported."""
         found: dict[str, Sequence[Array] | float] = await self.ask("apply", pack(transform), batch.without_origin())
-        columns: dict[str, ArrayColumn] = {}
+        columns: dict[str, Column] = {}
         measures: dict[str, float] = {}
         for name, value in found.items():
             if isinstance(value, int | float):
                 measures[name] = value
             else:
-                columns[name] = ArrayColumn("token", tuple(value))
+                columns[name] = column_of("token", value)
         if measures:
             self.emit(Measured(group=self.name, train_step=batch.train_step, metrics=measures))
         return batch.with_columns(**columns)
@@ -201,14 +201,15 @@ class TrainGroup(Group):
             return batch
         return batch.with_columns(proximal_logprobs=self._proximal.take(batch.rows))
 
-    async def _proximal_of(self, popped: TrainBatch, masked_rows: bool) -> ArrayColumn:
+    async def _proximal_of(self, popped: TrainBatch, masked_rows: bool) -> Column:
         """Log-probs of the rows that a loss reads: those with an unmasked token, or all; zeros for the others."""
         used = [row for row, count in enumerate(popped.unmasked) if count or masked_rows]
-        rows: list[Array] = [np.zeros(length, np.float32) for length in popped.response_lengths]
+        rows: list[Sequence[float] | Array] = [np.zeros(length, np.float32) for length in popped.response_lengths]
         if used:
-            for row, logprobs in zip(used, (await self.logprobs(popped.take(used))).rows, strict=True):
+            found = await self.ask("logprobs", popped.take(used).without_origin())
+            for row, logprobs in zip(used, found, strict=True):
                 rows[row] = logprobs
-        return ArrayColumn("token", tuple(rows))
+        return column_of("token", rows)
 
     def _on_events(self, events: Sequence[EngineEvent]) -> None:
         """Raises EngineLost, which ends the run, also while nobody waits for the engine; any other failure reaches the

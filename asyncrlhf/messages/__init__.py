@@ -3,6 +3,7 @@
 from asyncrlhf.messages.batch import Array as Array
 from asyncrlhf.messages.batch import ArrayColumn as ArrayColumn
 from asyncrlhf.messages.batch import Column as Column
+from asyncrlhf.messages.batch import RunColumn as RunColumn
 from asyncrlhf.messages.batch import Statistics as Statistics
 from asyncrlhf.messages.batch import TrainBatch as TrainBatch
 from asyncrlhf.messages.engines import Busy as Busy
@@ -24,6 +25,13 @@ from asyncrlhf.messages.samples import Prompt as Prompt
 from asyncrlhf.messages.samples import Rollout as Rollout
 from asyncrlhf.messages.samples import Sample as Sample
 from asyncrlhf.messages.samples import Segment as Segment
+from asyncrlhf.messages.stored import Lot as Lot
+from asyncrlhf.messages.stored import Stored as Stored
+from asyncrlhf.messages.stored import StoredColumn as StoredColumn
+from asyncrlhf.messages.stored import column_of as column_of
+from asyncrlhf.messages.stored import fetch as fetch
+from asyncrlhf.messages.stored import sequence_column as sequence_column
+from asyncrlhf.messages.stored import total as total
 from asyncrlhf.messages.wire import Packed as Packed
 from asyncrlhf.messages.wire import import_object as import_object
 from asyncrlhf.messages.wire import pack as pack

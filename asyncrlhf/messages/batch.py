@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ("Array", "ArrayColumn", "Column", "Joined", "Level", "Statistics", "TrainBatch")
+__all__ = ("Array", "ArrayColumn", "Column", "Joined", "Level", "RunColumn", "Statistics", "TrainBatch")
 
 Array = NDArray[np.generic]
 Level = Literal["sequence", "token", "sample"]
@@ -68,6 +68,27 @@ class ArrayColumn:
 
     def fetch(self) -> Sequence[Array]:
         return self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class RunColumn:
+    """A column of few different values, as runs: they become arrays where they are fetched.
+
+    Example: a row of 5 tokens, the first 3 of version 7: values (7, 8), counts (3, 2).
+    """
+
+    level: Level
+    values: tuple[tuple[float, ...], ...]
+    counts: tuple[tuple[int, ...], ...]
+    dtype: str = "float32"
+
+    def take(self, rows: Sequence[int]) -> RunColumn:
+        values, counts = (tuple(runs[i] for i in rows) for runs in (self.values, self.counts))
+        return replace(self, values=values, counts=counts)
+
+    def fetch(self) -> Sequence[Array]:
+        runs = zip(self.values, self.counts, strict=True)
+        return [np.repeat(np.array(values, self.dtype), np.array(counts, np.int64)) for values, counts in runs]
 
 
 def _arrived(level: Level, rows: Sequence[Array]) -> ArrayColumn:

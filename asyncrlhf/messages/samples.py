@@ -1,11 +1,12 @@
 """What flows from stage to stage: Prompt -> Rollout -> Experience. Each arrow adds what was not known before it.
 
-All are frozen: a stage that knows more makes a new message. Token ids and log-probs are tuples, one entry per token.
+All are frozen: a stage that knows more makes a new message. Token ids and log-probs have one entry per token: they are
+tuples or, where the runtime stores long answers, sequences that are fetched when they are read (stored.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ __all__ = ("Experience", "Message", "PerSample", "PerToken", "Prompt", "Rollout"
 
 PerSample = tuple[float, ...]
 """A column of an Experience with one number per answer, in the order of `rollout.samples`."""
-PerToken = tuple[tuple[float, ...], ...]
+PerToken = tuple[Sequence[float], ...]
 """A column of an Experience with one number per response token of every answer."""
 
 
@@ -66,12 +67,15 @@ class Sample(Message, frozen=True, kw_only=True):
     finish_reason="stop"). Log-probs are natural logarithms at the sampling temperature over the full vocabulary.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     segments: tuple[Segment, ...]
     finish_reason: Literal["stop", "length"]
 
     def __post_init__(self) -> None:
+        if isinstance(self.token_ids, list) or isinstance(self.logprobs, list):  # from a file
+            msgspec.structs.force_setattr(self, "token_ids", tuple(self.token_ids))
+            msgspec.structs.force_setattr(self, "logprobs", tuple(self.logprobs))
         counted = sum(segment.token_count for segment in self.segments)
         if not len(self.token_ids) == len(self.logprobs) == counted:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrlhf.messages import PerSample, PerToken, Rollout, Statistics
+from asyncrlhf.messages import PerSample, PerToken, Rollout, Statistics, total
 from asyncrlhf.ops.advantages import on_last_token
 from asyncrlhf.ops.losses import Transform
 
@@ -93,4 +93,4 @@ def sequence_kl(rollout: Rollout, reference_logprobs: PerToken) -> PerSample:
     """For each answer, in nats, the sum over its tokens of behaviour - reference log-prob: the mean over answers is an
     unbiased estimate of KL(behaviour || reference) (Schulman, "Approximating KL divergence", 2020, estimator k1)."""
     rows = zip(rollout.samples, reference_logprobs, strict=True)
-    return tuple(sum(sample.logprobs) - sum(reference) for sample, reference in rows)
+    return tuple(total(sample.logprobs) - total(reference) for sample, reference in rows)

@@ -1,6 +1,7 @@
 """The Ray actor round one engine: its event loop talks to the controller while an EngineLoop computes in a thread.
 
-Everything the engine says leaves through `listen`, in order; `put` only hands commands over.
+Everything the engine says leaves through `listen`, in order, but for long columns, which stay until they are claimed
+(lots.py); `put` only hands commands over.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from asyncrlhf.abc import EngineSpec
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.messages import EngineEvent
 from asyncrlhf.runtimes.loop import Command, Commands, EngineLoop, build, described
+from asyncrlhf.runtimes.lots import RayLot, Shelf
 
 __all__ = ("EngineActor", "Said")
 
@@ -31,6 +33,8 @@ class Said(NamedTuple):
     kind: Literal["ready", "result", "error", "events", "failed", "ended"]
     payload: Any = None
     key: int = -1
+    lots: Sequence[RayLot] = ()
+    """What the payload refers to, to be claimed by whoever hears it."""
 
 
 class EngineActor:
@@ -54,6 +58,7 @@ class EngineActor:
         self._next, self._early = 0, dict[int, Command]()
         self._said: list[Said] = []
         self._news = asyncio.Event()
+        self._shelf = Shelf(0)
         self._imported = threading.Thread(target=_import, args=(module,), daemon=True)
         self._imported.start()
 
@@ -61,8 +66,10 @@ class EngineActor:
         """The number of its process."""
         return os.getpid()
 
-    async def start(self, spec: EngineSpec) -> None:
-        """Build the engine and run it; `listen` says when it is ready, or why it is not."""
+    async def start(self, spec: EngineSpec, inline_bytes: int) -> None:
+        """Build the engine and run it; `listen` says when it is ready, or why it is not. `inline_bytes`: columns that
+        are larger are stored."""
+        self._shelf = Shelf(inline_bytes)
         threading.Thread(target=self._main, args=(spec,), name=f"{spec.group}/{spec.rank}", daemon=True).start()
 
     async def put(self, number: int, command: Command) -> None:
@@ -71,6 +78,10 @@ class EngineActor:
         while self._next in self._early:
             self._commands.put(self._early.pop(self._next))
             self._next += 1
+
+    async def take(self, numbers: Sequence[int]) -> Any:
+        """Lots, one return value each."""
+        return self._shelf.take(numbers)
 
     async def stop(self) -> None:
         """End the engine; "ended" is heard when it is closed."""
@@ -85,13 +96,15 @@ class EngineActor:
 
     # ---- in the engine's thread, as an Outbox --------------------------------------------------------------------
     def result(self, key: Any, value: Any) -> None:
-        self._say(Said("result", value, key))
+        stored, lots = self._shelf.result(value)
+        self._say(Said("result", stored, key, lots))
 
     def error(self, key: Any, error: AsyncRLHFError) -> None:
         self._say(Said("error", error, key))
 
     def events(self, events: Sequence[EngineEvent]) -> None:
-        self._say(Said("events", list(events)))
+        stored, lots = self._shelf.events(events)
+        self._say(Said("events", stored, lots=lots))
 
     def _main(self, spec: EngineSpec) -> None:
         self._imported.join()

@@ -1,6 +1,7 @@
 """The Ray runtime: every engine an actor, on this machine or on a cluster.
 
-A caller waits on the event loop for its reply, which comes with everything else that the engine says (actor.py). When
+A caller waits on the event loop for its reply, which comes with everything else that the engine says (actor.py); long
+columns stay in Ray's object store (lots.py). When
 the actor's process ends, for whatever reason, every call in flight raises EngineLost with what Ray knows about it.
 """
 
@@ -24,6 +25,7 @@ from asyncrlhf.runtimes.actor import EngineActor, Said
 from asyncrlhf.runtimes.handle import Calls, started, unsendable
 from asyncrlhf.runtimes.logs import last_lines
 from asyncrlhf.runtimes.loop import Call, Cancel, Command
+from asyncrlhf.runtimes.lots import claim
 
 __all__ = ("ActorEngine", "RayRuntime")
 
@@ -36,10 +38,12 @@ class RayRuntime:
 
     transport = "asyncrlhf.weights.objects:ObjectTransfer"
 
-    def __init__(self, logs: Path, *, address: str | None = None, grace: float = 5.0) -> None:
+    def __init__(
+        self, logs: Path, *, address: str | None = None, grace: float = 5.0, inline_bytes: int = 65536
+    ) -> None:
         """`logs`: directory for what engines print, where they can see it. `grace`: seconds that closing an engine
-        waits before its process is killed."""
-        self._logs, self._address, self._grace = logs, address, grace
+        waits before its process is killed. `inline_bytes`: answers and columns that are larger go by reference."""
+        self._logs, self._address, self._grace, self._inline_bytes = logs, address, grace, inline_bytes
         self._waiting: list[tuple[Place, Any]] = []
         self._engines: list[ActorEngine] = []
         self._started = False
@@ -55,7 +59,8 @@ class RayRuntime:
         if found is not None:
             self._waiting.remove(found)
         actor = self._actor(spec.place) if found is None else found[1]
-        engine = ActorEngine(spec, actor, self._log(spec.place), on_events, grace=self._grace)
+        log = self._log(spec.place)
+        engine = ActorEngine(spec, actor, log, on_events, grace=self._grace, inline_bytes=self._inline_bytes)
         self._engines.append(engine)
         await started(engine, self._engines)
         return engine
@@ -113,8 +118,18 @@ class RayRuntime:
 class ActorEngine:
     """One engine in an actor, as its callers see it."""
 
-    def __init__(self, spec: EngineSpec, actor: Any, log: Path, on_events: OnEvents, *, grace: float = 5.0) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        actor: Any,
+        log: Path,
+        on_events: OnEvents,
+        *,
+        grace: float = 5.0,
+        inline_bytes: int = 65536,
+    ) -> None:
         self.spec, self.actor = spec, actor
+        self._inline_bytes = inline_bytes
         self.calls = Calls(spec, on_events)
         self._log, self._grace = log, grace
         self._log_start = log.stat().st_size if log.exists() else 0
@@ -128,7 +143,7 @@ class ActorEngine:
         self._listener = asyncio.create_task(self._listen(), name=f"{self.spec.group}/{self.spec.rank} listener")
         with contextlib.suppress(RayActorError):  # the listener says why
             self._pid = await self.actor.pid.remote()
-            await self.actor.start.remote(self.spec)
+            await self.actor.start.remote(self.spec, self._inline_bytes)
         await self.calls.ready
 
     async def call(self, verb: str, *arguments: Any) -> Any:
@@ -165,6 +180,7 @@ class ActorEngine:
         try:
             while True:
                 for said in await self.actor.listen.remote():
+                    claim(self.actor, said.lots)
                     self._loop.call_soon(self._hear, said)  # where an error ends the run
                     if said.kind == "ended":
                         self._ended.set()

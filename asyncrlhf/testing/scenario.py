@@ -31,6 +31,7 @@ class Scenario:
     last: Literal["train", "drop"] = "train"
     publish_every: int = 1
     publish_mode: Literal["in_flight", "drain"] = "in_flight"
+    publish_rolling: bool = False
     publish_timeout: float = 300.0
     kv: Literal["rebuild", "keep"] = "rebuild"
     byte_limit: int | None = None

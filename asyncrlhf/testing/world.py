@@ -85,6 +85,7 @@ async def build_run(
         followers,
         run.log,
         mode=scenario.publish_mode,
+        rolling=scenario.publish_rolling,
         timeout=scenario.publish_timeout,
         probe_gap=scenario.probe_gap,
         evaluator=_evaluator(run),

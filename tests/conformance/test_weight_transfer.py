@@ -46,14 +46,46 @@ def overwrite(weights: dict[str, torch.Tensor]) -> None:
 @checks
 @pytest.mark.parametrize("transfer", [InprocTransfer, SharedMemoryTransfer])
 def test_torch(check: Any, transfer: Callable[[], Any]) -> None:
-    check(TransferSubject(make=transfer, weights=tensors, change=overwrite, equal=same_bytes))
+    check(TransferSubject(make=transfer, weights=tensors, change=overwrite, equal=same_bytes, weight=torch.randn))
 
 
 @checks
-def test_ray(check: Any, ray_here: None) -> None:
+@pytest.mark.parametrize("bucket_bytes", [256 << 20, 4096], ids=["one-bucket", "N14-buckets"])
+def test_ray(check: Any, bucket_bytes: int, ray_here: None) -> None:
     from asyncrlhf.weights.objects import ObjectTransfer
 
-    check(TransferSubject(make=ObjectTransfer, weights=tensors, change=overwrite, equal=same_bytes, keeps=True))
+    subject = TransferSubject(
+        make=lambda: ObjectTransfer(bucket_bytes),
+        weights=tensors,
+        change=overwrite,
+        equal=same_bytes,
+        weight=torch.randn,
+        pieces=lambda payload: len(payload["buckets"]),
+        keeps=True,
+    )
+    check(subject)
+
+
+def test_N14_tensors_smaller_and_larger_than_a_bucket_share_it_or_have_one_of_their_own(ray_here: None) -> None:
+    from asyncrlhf.weights.objects import ObjectTransfer
+
+    sizes = {"a": 500, "b": 500, "large": 5000, "c": 24, "d": 1000, "e": 1}
+    weights = {name: torch.randn(size) for name, size in sizes.items()}
+    payload = ObjectTransfer(4096).send(0, weights)
+    buckets = [[name for name, _, _ in layout] for layout in payload["layouts"]]
+    assert buckets == [["a", "b"], ["large"], ["c", "d"], ["e"]]
+    received = dict(ObjectTransfer().receive(payload))
+    assert all(same_bytes(received[name], weight) for name, weight in weights.items())
+
+
+def test_receiving_copies_nothing(ray_here: None) -> None:
+    """Every receiver of one node reads the same memory, at addresses that suit every type."""
+    from asyncrlhf.weights.objects import ObjectTransfer
+
+    payload = ObjectTransfer().send(0, tensors(0))
+    first, second = (dict(ObjectTransfer().receive(payload)) for _ in range(2))
+    assert [t.data_ptr() for t in first.values()] == [t.data_ptr() for t in second.values()]
+    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in first.values() if tensor.numel())
 
 
 @checks
@@ -65,7 +97,13 @@ def test_fake(check: Any) -> None:
         for values in held.values():
             values[0] += 1.0
 
-    check(TransferSubject(make=FakeTransfer, weights=weights, change=change, equal=lambda a, b: list(a) == list(b)))
+    def weight(count: int) -> list[float]:
+        return [0.5] * count
+
+    def equal(a: Any, b: Any) -> bool:
+        return list(a) == list(b)
+
+    check(TransferSubject(make=FakeTransfer, weights=weights, change=change, equal=equal, weight=weight))
 
 
 def test_N14_a_receiver_too_slow_for_its_version_is_told_so_and_the_next_one_arrives_whole() -> None:

@@ -53,8 +53,10 @@ def left() -> set[str]:
 
 
 def test_L12_every_actor_is_killed_once_and_every_prompt_is_trained_once(forks: Forks, tmp_path: Path) -> None:
+    """Answers and log-probs go by reference."""
     before = left()
-    name, run = scene.write(tmp_path, DATA.replace('runtime = "local"', 'runtime = "ray"')), tmp_path / "run"
+    text = DATA.replace('runtime = "local"', 'runtime = "ray"') + "\n[ray]\ninline_bytes = 0\n"
+    name, run = scene.write(tmp_path, text), tmp_path / "run"
     child = forks.start(tmp_path, name)
     for step, engine in ((1, "rollout/0"), (4, "reference/0"), (7, "reward/0"), (11, "policy/0")):
         kill_at(child, run, step, engine)

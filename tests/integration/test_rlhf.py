@@ -214,6 +214,20 @@ def test_ppo_s_other_choices_run(changes: list[str]) -> None:
     assert ("loss/entropy" in last) == ("settings.loss.entropy=0.01" in changes)
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("inside")
+def test_ppo_by_reference_is_the_same_run() -> None:
+    """Answers, reference log-probs, values, advantages and proximal log-probs go from actor to actor."""
+    same = ["train_steps=4", "max_staleness=0", "lookahead=0", "order=admission"]
+    assert run(load("ppo.toml", same)) == 0
+    expected = rows("ppo")
+    shutil.rmtree("ppo")
+    assert run(load("ppo.toml", [*same, "runtime=ray", "ray.inline_bytes=0", "checkpoint.every=1"])) == 0
+    for row, found in zip(expected, rows("ppo"), strict=True):
+        for name in ("reward/mean", "state/kl", "loss/loss", "critic/loss", "critic/explained_variance", "grad_norm"):
+            assert row.get(name) == found.get(name), name
+
+
 @pytest.mark.usefixtures("inside")
 def test_four_models_share_a_tokenizer_and_a_reward_model_has_a_head(capfd: pytest.CaptureFixture[str]) -> None:
     config = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

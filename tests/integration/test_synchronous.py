@@ -113,7 +113,9 @@ def by_hand(model: Path, minibatches: int) -> tuple[list[float], dict[str, torch
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("runtime", "minibatches"), [("inproc", 1), ("inproc", 2), ("local", 2), ("ray", 2)])
+@pytest.mark.parametrize(
+    ("runtime", "minibatches"), [("inproc", 1), ("inproc", 2), ("local", 2), ("ray", 2), ("by reference", 2)]
+)
 def test_zero_staleness_equals_the_synchronous_loop(
     in_directory: Callable[[str], Path], runtime: str, minibatches: int
 ) -> None:
@@ -124,7 +126,8 @@ def test_zero_staleness_equals_the_synchronous_loop(
             f"[settings]\nminibatches = {minibatches}"
         )
     )
-    assert run(load(str(config), [f"runtime={runtime}"])) == 0
+    by_reference = ["runtime=ray", "ray.inline_bytes=0"]
+    assert run(load(str(config), by_reference if runtime == "by reference" else [f"runtime={runtime}"])) == 0
     rewards, weights, uids = by_hand(config.parent / "run/initial/policy", minibatches)
     rows = [json.loads(line) for line in (config.parent / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["reward/mean"] for row in rows] == rewards

@@ -1,4 +1,4 @@
-"""What every weight transport owes: bit-exact bytes, two versions readable, and stale ones refused."""
+"""What every weight transport owes: bit-exact bytes, two versions readable, stale ones refused, and few pieces."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ class TransferSubject:
     """Overwrite weights where they are, as an optimizer step does."""
     equal: Callable[[Any, Any], bool]
     """Are two weights the same bytes?"""
+    weight: Callable[[int], Any]
+    """One weight of so many numbers, at least 1."""
+    pieces: Callable[[Mapping[str, Any]], int] = lambda payload: 1
+    """How many pieces a payload names that are moved one by one (remote calls, messages); 1: all at once."""
     keeps: bool = False
     """An announced version stays readable as long as somebody holds its payload; otherwise its memory is reused, and
     whoever comes too late is refused."""
@@ -89,6 +93,27 @@ def two_senders_do_not_disturb_each_other(subject: TransferSubject) -> None:
     subject.require_gone(receiver, second, 0, subject.weights(2))
 
 
+def N14_a_slow_receiver_gets_every_byte_of_its_version(subject: TransferSubject) -> None:
+    """It reads on while the trainer trains and sends the next one."""
+    sender, weights = subject.make(), subject.weights(1)
+    reading = subject.make().receive(sender.send(0, weights))
+    received = dict([next(reading)])
+    subject.change(weights)
+    payload = sender.send(1, weights)
+    received.update(reading)
+    subject.require_equal(received, subject.weights(1))
+    subject.require_equal(dict(subject.make().receive(payload)), weights)
+
+
+def M5_pieces_grow_with_bytes_and_not_with_the_number_of_weights(subject: TransferSubject) -> None:
+    sender = subject.make()
+    few = sender.send(0, {"w": subject.weight(400)})
+    weights = {f"w{number}": subject.weight(1) for number in range(400)}
+    many = sender.send(1, weights)
+    assert subject.pieces(many) <= subject.pieces(few) + 1
+    subject.require_equal(dict(subject.make().receive(many)), weights)
+
+
 def the_weights_of_a_sender_that_is_gone_are_refused(subject: TransferSubject) -> None:
     payload = subject.make().send(5, subject.weights(1))
     subject.require_gone(subject.make(), payload, 5, subject.weights(1))
@@ -100,5 +125,7 @@ WEIGHT_TRANSFER: tuple[Callable[[TransferSubject], None], ...] = (
     a_version_can_be_read_until_the_next_but_one_is_sent,
     many_versions_one_after_another_arrive,
     two_senders_do_not_disturb_each_other,
+    N14_a_slow_receiver_gets_every_byte_of_its_version,
+    M5_pieces_grow_with_bytes_and_not_with_the_number_of_weights,
     the_weights_of_a_sender_that_is_gone_are_refused,
 )

@@ -1,0 +1,128 @@
+"""Columns that are held by reference: their numbers lie where they were computed, and a message carries their length.
+
+The controller passes a Stored on like any other sequence; whoever computes with the numbers fetches them. The objects
+behind it (lots) are a runtime's: its references count, and what nobody refers to any more is freed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast, overload
+
+import numpy as np
+
+from asyncrlhf.messages.batch import Array, ArrayColumn, Column, Joined, Level
+
+__all__ = ("Lot", "Numbers", "Stored", "StoredColumn", "column_of", "fetch", "sequence_column", "total")
+
+LotType = TypeVar("LotType", bound="Lot")
+
+
+class Lot(Protocol):
+    """1-D arrays that lie together somewhere else. Whoever holds one keeps them there."""
+
+    @classmethod
+    def fetch_all(cls: type[LotType], lots: Sequence[LotType]) -> Sequence[Sequence[Array]]:
+        """The arrays of each, read-only. Waits for them. Raises DataLost if they are gone."""
+        ...
+
+
+class Stored(Sequence[float]):
+    """Some numbers of an array in a lot. Reading one fetches them all, and waits for it: `fetch` many at once instead.
+
+    Example: the log-probs of an answer of 9000 tokens: Stored(lot, 1, 9000, total=-3120.5).
+    """
+
+    __slots__ = ("_length", "lot", "part", "start", "total")
+
+    def __init__(self, lot: Lot, part: int, length: int, *, start: int = 0, total: float = 0.0) -> None:
+        """`part`: which array of the lot; `start`: where in it they begin. `total`: their sum, as `sum` gives it."""
+        self.lot, self.part, self.start, self._length, self.total = lot, part, start, length, total
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
+        return self.values()[index]
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self.values())
+
+    def __repr__(self) -> str:
+        return f"Stored({len(self)} numbers of {self.lot!r})"
+
+    def values(self) -> tuple[float, ...]:
+        return tuple(fetch([self])[0].tolist())
+
+
+Numbers = tuple[float, ...] | list[float] | Array | Stored
+
+
+def fetch(columns: Iterable[Stored]) -> list[Array]:
+    """The arrays of many at once; a lot that several share is fetched once. Raises DataLost."""
+    wanted = list(columns)
+    lots = list({id(stored.lot): stored.lot for stored in wanted}.values())
+    found: dict[int, Sequence[Array]] = {}
+    for kind in {type(lot) for lot in lots}:
+        mine = [lot for lot in lots if type(lot) is kind]
+        found.update(zip(map(id, mine), kind.fetch_all(mine), strict=True))
+    return [found[id(s.lot)][s.part][s.start : s.start + len(s)] for s in wanted]
+
+
+def total(numbers: Sequence[float]) -> float:
+    """Their sum, without fetching any."""
+    return numbers.total if isinstance(numbers, Stored) else sum(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredColumn:
+    """A column of which some rows are stored; every row is the pieces of which it consists, end to end."""
+
+    level: Level
+    pieces: tuple[tuple[Array | Stored, ...], ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        places = [tuple(p if isinstance(p, Stored) else None for p in row) for row in self.pieces]
+        own = [p for row in self.pieces for p in row if not isinstance(p, Stored)]
+        return _arrived, (self.level, places, Joined(own) if own else [])
+
+    def take(self, rows: Sequence[int]) -> StoredColumn:
+        return StoredColumn(self.level, tuple(self.pieces[i] for i in rows))
+
+    def fetch(self) -> Sequence[Array]:
+        stored = iter(fetch(p for row in self.pieces for p in row if isinstance(p, Stored)))
+        rows = [[next(stored) if isinstance(p, Stored) else p for p in row] for row in self.pieces]
+        return [row[0] if len(row) == 1 else np.concatenate(row) for row in rows]
+
+
+def _arrived(level: Level, places: Sequence[tuple[Stored | None, ...]], own: Sequence[Array]) -> StoredColumn:
+    others = iter(own)
+    return StoredColumn(level, tuple(tuple(next(others) if p is None else p for p in row) for row in places))
+
+
+def column_of(level: Level, rows: Sequence[Sequence[float] | Array], dtype: type[np.generic] = np.float32) -> Column:
+    """One row each, of this type where they are not stored."""
+    if any(isinstance(row, Stored) for row in rows):
+        return StoredColumn(level, tuple((_piece(row, dtype),) for row in rows))
+    return ArrayColumn(level, tuple(cast("Array", _piece(row, dtype)) for row in rows))
+
+
+def sequence_column(prompts: Sequence[tuple[int, ...]], responses: Sequence[Sequence[float]]) -> Column:
+    """int32 token ids of prompt and response, one row each."""
+    if not any(isinstance(response, Stored) for response in responses):
+        rows = zip(prompts, responses, strict=True)
+        return ArrayColumn("sequence", tuple(np.array((*prompt, *response), np.int32) for prompt, response in rows))
+    pieces = [
+        (np.array(prompt, np.int32), _piece(response, np.int32))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return StoredColumn("sequence", tuple(pieces))
+
+
+def _piece(row: Sequence[float] | Array, dtype: type[np.generic]) -> Array | Stored:
+    return row if isinstance(row, Stored) else np.asarray(row, dtype)
