@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from asyncrlhf.abc import EngineSpec, Place, Runtime
+from asyncrlhf.abc import EngineSpec, Needs, Place, Runtime
 from asyncrlhf.backends.rules import RuleOptions
 from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.config.convert import convert
@@ -28,6 +28,8 @@ from asyncrlhf.groups.scorers import ModelScorer, RuleScorer
 from asyncrlhf.messages import Rollout
 from asyncrlhf.models import Models
 from asyncrlhf.observe import EventLog
+from asyncrlhf.pools import needs, pinned_to_gpus, visible_gpus
+from asyncrlhf.runtimes.feasible import Ask
 from asyncrlhf.wiring import Wiring
 
 __all__ = ("build_groups", "ledger_rules", "make_runtime", "places", "starters")
@@ -62,15 +64,22 @@ def ledger_rules(config: Config) -> LedgerRules:
     )
 
 
-def make_runtime(config: Config, run_dir: Path) -> Runtime:
-    """The runtime that the configuration names; nothing is started yet. Raises ConfigError if it is not installed."""
+def make_runtime(config: Config, run_dir: Path, pools: Sequence[Ask] = ()) -> Runtime:
+    """The runtime that the configuration names; nothing is started yet. `pools`: what they ask a cluster for. Raises
+    ConfigError if it is not installed."""
     if config.runtime == "ray":
         try:
             from asyncrlhf.runtimes.ray import RayRuntime
         except ImportError as error:
             raise ConfigError(f'runtime = "ray": {error}; pip install "asyncrlhf[ray]"') from error
 
-        return RayRuntime(run_dir / LOGS, address=config.ray.address, inline_bytes=config.ray.inline_bytes)
+        return RayRuntime(
+            run_dir / LOGS,
+            address=config.ray.address,
+            pools=pools,
+            patience=config.ray.patience,
+            inline_bytes=config.ray.inline_bytes,
+        )
     if config.runtime == "inproc":
         from asyncrlhf.runtimes.inproc import InprocRuntime
 
@@ -81,12 +90,16 @@ def make_runtime(config: Config, run_dir: Path) -> Runtime:
 
 
 def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
-    """Every engine of every group, where it will live. In processes of their own, on CPUs, and if there are no more
-    of them than cores, engines with a model get a core each unless their tables say which."""
+    """Every engine of every group, where it will live. In processes of their own, on CPUs, and if there are no more of
+    them than cores, engines with a model get a core each unless their tables say which. Raises ConfigError for a pool
+    that is not there."""
     models = {name: table for name, table in wiring.engines.items() if isinstance(table, Compute)}
+    asked = {name: needs(config, wiring, name) for name in wiring.engines}
     count = sum(_engines(table) * table.threads for table in models.values())
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    pinned = config.runtime == "local" and count <= len(cores) and not any(_on_gpu(t) for t in models.values())
+    pinned = (
+        config.runtime == "local" and count <= len(cores) and not any(_on_gpu(t, asked[n]) for n, t in models.items())
+    )
     named = {
         table.core + rank for table in models.values() if table.core is not None for rank in range(_engines(table))
     }
@@ -96,7 +109,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
     for name in wiring.engines:
         table = models.get(name)
         if table is None:
-            found[name] = (Place(group=name, rank=0, engine=RULES),)
+            found[name] = (Place(group=name, rank=0, engine=RULES, needs=asked[name]),)
             continue
         engine = TRAINER if isinstance(table, TorchTrain) else SAMPLER if isinstance(table, TorchRollout) else SCORER
         found[name] = tuple(
@@ -110,10 +123,11 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
                 else free.pop(0)
                 if free and pinned and table.threads == 1
                 else None,
+                needs=asked[name],
             )
             for rank in range(_engines(table))
         )
-    return found
+    return pinned_to_gpus(config, found)
 
 
 def build_groups(
@@ -188,9 +202,11 @@ def _spec(place: Place, options: msgspec.Struct) -> EngineSpec:
     return EngineSpec(**msgspec.structs.asdict(place), options=options)
 
 
-def _on_gpu(table: Compute) -> bool:
+def _on_gpu(table: Compute, asked: Needs | None) -> bool:
     """Whether it may compute on a GPU: asking torch would load it."""
-    return table.device.startswith("cuda") or (table.device == "auto" and Path("/dev/nvidia0").exists())
+    if asked is not None:
+        return asked.devices > 0
+    return table.device.startswith("cuda") or (table.device == "auto" and bool(visible_gpus()))
 
 
 def starters(groups: dict[str, Group]) -> list[Callable[[], Any]]:

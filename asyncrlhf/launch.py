@@ -21,6 +21,7 @@ from asyncrlhf.control.signals import StoppedEarly, StopSignals
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.models import Models
+from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_pools
 from asyncrlhf.session import Session
 from asyncrlhf.stages import Stage, prepare
 
@@ -29,7 +30,10 @@ __all__ = ("check", "run")
 
 def check(config: Config) -> str:
     """The resolved configuration and what follows from it, as text. Raises ConfigError, DataError. Loads no torch."""
-    return f"{prepare(config).text}\n" + "\n".join(derive(config).lines())
+    stage = prepare(config)
+    engines = [place for group in places(config, stage.wiring).values() for place in group]
+    require_pools(config, engines)
+    return f"{stage.text}\n" + "\n".join([*derive(config).lines(), *pool_lines(config, engines)])
 
 
 def run(config: Config) -> int:
@@ -45,7 +49,10 @@ def run(config: Config) -> int:
             _set_threads(stages)
             for each in stages:
                 if each.directory.completed() is None:
-                    Models.require_devices(each.wiring)
+                    engines = [place for group in places(each.config, each.wiring).values() for place in group]
+                    require_pools(each.config, engines)
+                    if engines_are_here(each.config):
+                        Models.require_devices(each.wiring)
             return _run(stage, signals)
         except StoppedEarly:
             print(f"\nstopped before {config.run_dir} began", file=sys.stderr)
@@ -108,9 +115,10 @@ def _session(
 ) -> int | str:
     """One session on engines of its own: its exit code, or why another one has to go on. `note`: why this one does."""
     anew = resumed is None or not resumed.own
-    runtime = make_runtime(stage.config, stage.directory.path)
+    engines = [place for group in places(stage.config, stage.wiring).values() for place in group]
+    runtime = make_runtime(stage.config, stage.directory.path, asks(stage.config, engines))
     try:
-        runtime.expect([place for group in places(stage.config, stage.wiring).values() for place in group])
+        runtime.expect(engines)
         models = Models.prepare(stage.config, stage.wiring, stage.directory.path, anew=anew)
         return runner(Session(stage, models, signals, runtime, restarts, note).run(resumed))
     finally:

@@ -9,7 +9,22 @@ import msgspec
 
 from asyncrlhf.messages import EngineEvent, Message
 
-__all__ = ("EngineHandle", "EngineSpec", "OnEvents", "Place", "Runtime")
+__all__ = ("EngineHandle", "EngineSpec", "Needs", "OnEvents", "Place", "Runtime")
+
+
+class Needs(Message, frozen=True, kw_only=True):
+    """What an engine asks a cluster for. Example: Needs(pool="generation", devices=1.0, cores=2, labels={"gpu": "a"})
+    is one GPU and two logical CPUs of a node with the label gpu=a."""
+
+    pool: str
+    devices: float = 0.0
+    """GPUs; below 1: a share of one; 0: it sees none."""
+    cores: int = 0
+    """Logical CPUs."""
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    """Of the node."""
+    together: bool = False
+    """Engines of its group talk to each other all the time: on one node where they fit, else on whole nodes."""
 
 
 class Place(Message, frozen=True, kw_only=True):
@@ -23,6 +38,10 @@ class Place(Message, frozen=True, kw_only=True):
     """Compute threads of this engine."""
     core: int | None = None
     """Pin it to this core, if the operating system can."""
+    gpus: tuple[str, ...] | None = None
+    """The GPUs of this machine that it sees, as CUDA_VISIBLE_DEVICES names them; None: whatever is there."""
+    needs: Needs | None = None
+    """What it asks a cluster for; None: nothing."""
 
 
 class EngineSpec(Place, frozen=True, kw_only=True):
@@ -34,7 +53,7 @@ class EngineSpec(Place, frozen=True, kw_only=True):
     @property
     def place(self) -> Place:
         """The same without its options."""
-        return Place(group=self.group, rank=self.rank, engine=self.engine, threads=self.threads, core=self.core)
+        return Place(**{name: getattr(self, name) for name in Place.__struct_fields__})
 
 
 OnEvents = Callable[[Sequence[EngineEvent]], None]

@@ -20,6 +20,7 @@ __all__ = (
     "Dtype",
     "Fraction",
     "Head",
+    "Label",
     "Layout",
     "Name",
     "Positive",
@@ -31,7 +32,11 @@ __all__ = (
 )
 
 DEVICE = "^(auto|cpu|cuda(:(0|[1-9][0-9]?))?)$"
-PATTERNS: Mapping[str, str] = {DEVICE: 'a device; use "auto", "cpu", "cuda" or one GPU, such as "cuda:1"'}
+LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
+PATTERNS: Mapping[str, str] = {
+    DEVICE: 'a device; use "auto", "cpu", "cuda" or one GPU, such as "cuda:1"',
+    LABEL: "a label of a node; use letters, digits, and -, _ and . between them",
+}
 """A pattern of a field's type -> what it stands for, for messages."""
 
 Count = Annotated[int, Meta(ge=0)]
@@ -43,6 +48,7 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 Cap = Annotated[float, Meta(gt=1)]
 Name = Annotated[str, Meta(min_length=1)]
 Device = Annotated[str, Meta(pattern=DEVICE)]
+Label = Annotated[str, Meta(pattern=LABEL)]
 Dtype = Literal["float32", "bfloat16"]
 Head = Literal["lm", "value"]
 Layout = Literal["padded", "packed", "shared"]

@@ -97,6 +97,8 @@ def _check(value: Any, kind: kinds.Type, where: str, every_key: list[str]) -> No
         elif isinstance(member, kinds.DictType) and isinstance(value, dict):
             for key, item in cast(dict[str, Any], value).items():
                 _check(item, member.value_type, _join(where, key), every_key)
+                if isinstance(member.value_type, kinds.StructType) and isinstance(item, dict):
+                    convert(cast(dict[str, Any], item), member.value_type.cls, _join(where, key))  # which msgspec names
         elif isinstance(member, kinds.ListType) and isinstance(value, list):
             for i, item in enumerate(cast(list[Any], value)):
                 _check(item, member.item_type, f"{where}[{i}]", every_key)
@@ -136,7 +138,7 @@ def _suggest(key: str, where: str, here: list[str], every_key: list[str]) -> str
 
 def _explain(problem: msgspec.ValidationError, table: Mapping[str, Any], where: str, every_key: list[str]) -> str:
     text, _, path = str(problem).partition(" - at `$")
-    path = path.rstrip("`").removeprefix(".")
+    path = path.rstrip("`").removeprefix(".").partition("[...]")[0]  # of a table's value msgspec gives no key
     key = _join(where, path)
     if problem.__cause__ is not None:  # raised by a __post_init__
         first = re.match(r"\w+", text)

@@ -84,6 +84,8 @@ class Scratch(Table, frozen=True, kw_only=True):
 class Compute(Table, frozen=True, kw_only=True):
     """What every torch group says about its hardware."""
 
+    pool: Name | None = None
+    """Pool that its engines are in; left out: "generation" for rollout groups and "training" for others, if there."""
     dtype: Dtype = "float32"
     """Of the weights."""
     device: Device = "auto"
@@ -240,6 +242,8 @@ class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
     """Import path "module:function" of (prompt, response, ground_truth, **columns) -> float, sync or async."""
     timeout: PositiveAmount = 10.0
     """Seconds one call may run; then its prompt fails and is counted."""
+    pool: Name | None = None
+    """Pool whose nodes and cores its process uses, never a device; left out: "training", if there."""
     concurrency: Positive = 64
     """Calls running at once."""
     threads: Positive = 8

@@ -15,6 +15,7 @@ from asyncrlhf.config.bounds import (
     Cap,
     Correction,
     Count,
+    Label,
     Name,
     Positive,
     PositiveAmount,
@@ -42,6 +43,7 @@ __all__ = (
     "Limits",
     "Observe",
     "OptimizerTable",
+    "Pool",
     "Publish",
     "Ray",
     "Rules",
@@ -198,6 +200,24 @@ class Ray(Table, frozen=True, kw_only=True):
     inline_bytes: Count = 65536
     """Bytes of an answer (8 a token) up to which it goes through the controller, as do other columns; larger ones go
     from engine to engine through Ray's object store; 0: all of them."""
+    patience: PositiveAmount = 10.0
+    """Seconds that a run waits for the devices and cores of its pools to be free before it is refused."""
+
+
+class Pool(Table, frozen=True, kw_only=True):
+    """Devices and cores that groups share. Groups say which pool they are in (`groups.<name>.pool`); left out, rollout
+    groups are in "generation" and the others in "training", where there are pools of these names."""
+
+    devices: Count = 0
+    """GPUs in all; 0: its engines compute on CPUs."""
+    engines_per_device: Positive = 1
+    """Engines that may share a GPU."""
+    cores: Count = 0
+    """Logical CPUs that each of its engines asks Ray for, and that this machine must have for it in the other runtimes;
+    0: none."""
+    labels: dict[str, Label] = field(default_factory=dict)
+    """Labels of the nodes that it lies on, in a cluster that the run joins (ray.address); on one machine they mean
+    nothing."""
 
 
 class Observe(Table, frozen=True, kw_only=True):
@@ -262,6 +282,8 @@ class Config(Table, frozen=True, kw_only=True):
     """What is shown."""
     ray: Ray = Ray()
     """Which Ray."""
+    pools: dict[str, Pool] = field(default_factory=dict)
+    """Where groups compute; left out: engines take what they find, and ask a cluster for nothing."""
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     """One raw table per model group; the algorithm's fields say which of ROLES each is."""
     directory: str = ""

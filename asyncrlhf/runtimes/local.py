@@ -90,6 +90,8 @@ class Host:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "PYTHONUNBUFFERED": "1",
         }
+        if place.gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
         module = place.engine.partition(":")[0]
         command = [sys.executable, "-m", "asyncrlhf.runtimes.child", str(theirs.fileno()), module]
         command.append(f"{place.group}/{place.rank}")  # for whoever looks at the list of processes

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +23,17 @@ from ray.exceptions import RayActorError, RayError
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
 from asyncrlhf.errors import ConfigError, EngineLost
 from asyncrlhf.runtimes.actor import EngineActor, Said
+from asyncrlhf.runtimes.feasible import Ask
 from asyncrlhf.runtimes.handle import Calls, started, unsendable
 from asyncrlhf.runtimes.logs import last_lines
 from asyncrlhf.runtimes.loop import Call, Cancel, Command
 from asyncrlhf.runtimes.lots import claim
+from asyncrlhf.runtimes.reserve import Reservation
 
 __all__ = ("ActorEngine", "RayRuntime")
 
+KNOCK_SECONDS = 5.0
+"""That a cluster has to accept a connection."""
 RESTARTS_OF_RAY = 0
 """Engines hold state: when and how one is started again is the supervisor's to decide."""
 
@@ -39,18 +44,29 @@ class RayRuntime:
     transport = "asyncrlhf.weights.objects:ObjectTransfer"
 
     def __init__(
-        self, logs: Path, *, address: str | None = None, grace: float = 5.0, inline_bytes: int = 65536
+        self,
+        logs: Path,
+        *,
+        address: str | None = None,
+        pools: Sequence[Ask] = (),
+        patience: float = 10.0,
+        grace: float = 5.0,
+        inline_bytes: int = 65536,
     ) -> None:
-        """`logs`: directory for what engines print, where they can see it. `grace`: seconds that closing an engine
-        waits before its process is killed. `inline_bytes`: answers and columns that are larger go by reference."""
+        """`logs`: directory for what engines print, where they can see it. `pools`: what the cluster must have, and
+        `patience`: seconds that it may take until it is free. `grace`: seconds that closing an engine waits before its
+        process is killed. `inline_bytes`: answers and columns that are larger go by reference."""
         self._logs, self._address, self._grace, self._inline_bytes = logs, address, grace, inline_bytes
+        self._reserved = Reservation(pools, patience)
         self._waiting: list[tuple[Place, Any]] = []
         self._engines: list[ActorEngine] = []
         self._started = False
 
     def expect(self, places: Sequence[Place]) -> None:
-        """Start or join Ray, and start the actors. Raises ConfigError if the cluster cannot be reached."""
+        """Start or join Ray, reserve what the places need, and start the actors. Raises ConfigError if the cluster
+        cannot be reached, or has too little; no actor was started then."""
         self._connect()
+        self._reserved.take(places)
         self._waiting += [(place, self._actor(place)) for place in places]
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
@@ -76,6 +92,7 @@ class RayRuntime:
         for engine in self._engines:
             _kill(engine.actor)
         self._waiting.clear()
+        self._reserved.release()
         if self._started:
             self._started = False
             ray.shutdown()
@@ -86,27 +103,28 @@ class RayRuntime:
         own: dict[str, Any] = {"address": "local", "include_dashboard": False}
         options = own if self._address is None else {"address": self._address}
         try:
+            _knock(self._address)
             ray.init(
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}},
                 **options,
             )
-        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        except (RayError, OSError, RuntimeError, ValueError) as error:
             where = "cannot be started here" if self._address is None else f'ray.address = "{self._address}"'
             raise ConfigError(f'runtime = "ray": {where}: {str(error).partition(chr(10))[0]}') from error
         self._started = True
 
     def _actor(self, place: Place) -> Any:
-        """An actor that will hold the engine of a place. It asks for no logical CPU: engines of one machine share its
-        cores, and how many threads each computes with is in its place."""
+        """An actor that will hold the engine of a place. Without a pool it asks for no logical CPU: engines of one
+        machine share its cores, and how many threads each computes with is in its place."""
         self._logs.mkdir(parents=True, exist_ok=True)
         kind: Any = ray.remote(EngineActor)
         options = kind.options(
-            num_cpus=0,
             max_restarts=RESTARTS_OF_RAY,
             max_concurrency=1000,
             name=f"{place.group}/{place.rank}/{os.urandom(4).hex()}",
+            **self._reserved.options(place),
         )
         module, log = place.engine.partition(":")[0], str(self._log(place).resolve())
         return options.remote(module, os.getcwd(), [path or os.getcwd() for path in sys.path], log)
@@ -211,6 +229,13 @@ class ActorEngine:
                 self.calls.fail(said.payload)
             case "ended":
                 pass
+
+
+def _knock(address: str | None) -> None:
+    """Raises OSError, in seconds instead of minutes, if nobody listens at a "host:port"."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()
 
 
 def _kill(actor: Any) -> None:

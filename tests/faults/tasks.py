@@ -70,6 +70,14 @@ async def slow(prompt: str, response: str, ground_truth: str) -> float:
     return graded(prompt, response, ground_truth)
 
 
+def until_told(prompt: str, response: str, ground_truth: str) -> float:
+    """Grades some answers at once, and the others when there is a file "go"."""
+    if next(GRADES) >= 48:
+        while not Path("go").exists():
+            time.sleep(0.02)
+    return graded(prompt, response, ground_truth)
+
+
 def nothing(prompt: str, response: str, ground_truth: str) -> Any:
     return None
 

@@ -1,0 +1,176 @@
+"""Which pool every group is in, what its engines ask for, and which GPUs of this machine they see. Torch-free."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from asyncrlhf.abc import Needs, Place
+from asyncrlhf.config.groups import Compute
+from asyncrlhf.config.schema import Config, Pool
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.runtimes.feasible import Ask, Node, amounts, shortage
+from asyncrlhf.wiring import Wiring
+
+__all__ = ("asks", "engines_are_here", "needs", "pinned_to_gpus", "pool_lines", "require_pools", "visible_gpus")
+
+GENERATION, TRAINING = "generation", "training"
+SHARES = 10_000
+"""A cluster counts devices in parts of this size."""
+
+
+def engines_are_here(config: Config) -> bool:
+    """Whether every engine lives on this machine; else in a cluster, whose nodes may have what this one has not."""
+    return config.runtime != "ray" or config.ray.address is None
+
+
+def _pool_of(config: Config, wiring: Wiring, name: str) -> str | None:
+    """The pool that a group is in; None: in none. Raises ConfigError for one that is not there."""
+    chosen: str | None = getattr(wiring.engines[name], "pool", None)
+    if chosen is None:
+        usual = GENERATION if wiring.roles.get(name) == "rollout" else TRAINING
+        return usual if usual in config.pools else None
+    if chosen not in config.pools:
+        near = difflib.get_close_matches(chosen, config.pools, 1)
+        known = f"pools there: {', '.join(config.pools)}" if config.pools else f"add a table [pools.{chosen}]"
+        hint = f'did you mean "{near[0]}"?' if near else known
+        raise ConfigError(f'{wiring.key(name)}.pool = "{chosen}" is not a pool; {hint}')
+    return chosen
+
+
+def needs(config: Config, wiring: Wiring, name: str) -> Needs | None:
+    """What each engine of a group asks for; None: it is in no pool. Raises ConfigError."""
+    pool = _pool_of(config, wiring, name)
+    if pool is None:
+        return None
+    table, wanted = wiring.engines[name], config.pools[pool]
+    return Needs(
+        pool=pool,
+        devices=_devices(wiring.key(name), table, pool, wanted),
+        cores=wanted.cores,
+        labels={} if engines_are_here(config) else wanted.labels,
+        together=wiring.roles.get(name) in ("policy", "critic"),
+    )
+
+
+def _devices(key: str, table: msgspec.Struct, name: str, pool: Pool) -> float:
+    device = table.device if isinstance(table, Compute) else "cpu"
+    if device.startswith("cuda") and not pool.devices:
+        raise ConfigError(
+            f'{key}.device = "{device}" and pools.{name}.devices = 0; raise the second, or use device = "cpu"'
+        )
+    if ":" in device:
+        raise ConfigError(
+            f'{key}.device = "{device}" names a GPU, and pools.{name} gives its engines theirs; use device = "cuda"'
+        )
+    if device == "cpu" or not pool.devices:
+        return 0.0
+    return math.floor(SHARES / pool.engines_per_device) / SHARES
+
+
+def asks(config: Config, places: Iterable[Place]) -> list[Ask]:
+    """What every pool asks for. Raises ConfigError for one that nobody uses, or whose groups need more devices than it
+    has."""
+    engines: dict[str, list[Place]] = {name: [] for name in config.pools}
+    for place in places:
+        if place.needs is not None:
+            engines[place.needs.pool].append(place)
+    return [_ask(config, name, found) for name, found in engines.items()]
+
+
+def _ask(config: Config, name: str, engines: Sequence[Place]) -> Ask:
+    pool = config.pools[name]
+    if not engines:
+        raise ConfigError(f'pools.{name} is used by no group; set groups.<name>.pool = "{name}", or remove the table')
+    wanted = [place.needs for place in engines if place.needs is not None]
+    users = Counter(place.group for place in engines if place.needs is not None and place.needs.devices)
+    least = _least_devices(pool, wanted)
+    if least > pool.devices:
+        each = ", ".join(f"{group} {count}" for group, count in users.items())
+        raise ConfigError(
+            f"pools.{name}.devices = {pool.devices}, and its engines need {least} ({each}); raise it to {least}, or "
+            f"let engines share: pools.{name}.engines_per_device = {math.ceil(users.total() / pool.devices)}"
+        )
+    return Ask(
+        pool=name,
+        devices=pool.devices,
+        cores=pool.cores * len(engines),
+        labels={} if engines_are_here(config) else pool.labels,
+        engine_devices=max(need.devices for need in wanted),
+        engine_cores=pool.cores,
+    )
+
+
+def _least_devices(pool: Pool, wanted: Sequence[Needs]) -> int:
+    """Devices that the engines fill, sharing where they may."""
+    shared = sum(0 < need.devices <= 1 for need in wanted)
+    return math.ceil(shared / pool.engines_per_device) + sum(int(need.devices) for need in wanted if need.devices > 1)
+
+
+def require_pools(config: Config, places: Sequence[Place]) -> None:
+    """Raises ConfigError as `asks` does, and for what this machine does not have, if engines are to live here; whether
+    a cluster has it is seen when the run joins it."""
+    found = asks(config, places)
+    if engines_are_here(config):
+        machine = Node(name="this machine", devices=len(visible_gpus()), cores=os.cpu_count() or 1)
+        if problem := shortage(found, [machine], "this machine"):
+            raise ConfigError(problem)
+
+
+def pool_lines(config: Config, places: Sequence[Place]) -> Iterator[str]:
+    """What the pools come to, one a line."""
+    where = "" if engines_are_here(config) else ", to be found in the cluster"
+    for ask in asks(config, places):
+        mine = [(place.group, place.needs) for place in places if place.needs and place.needs.pool == ask.pool]
+        groups = Counter(group for group, _ in mine)
+        engines = ", ".join(f"{group} x {count}" if count > 1 else group for group, count in groups.items())
+        yield f"pool {ask.pool}".ljust(25) + f"{amounts({'device': ask.devices, 'core': ask.cores})}{where}: {engines}"
+        used = _least_devices(config.pools[ask.pool], [need for _, need in mine])
+        if used < ask.devices:
+            yield (
+                f"warning: pools.{ask.pool}.devices = {ask.devices:g}, and its engines use {used}; lower it, or raise "
+                "the sizes of its groups"
+            )
+
+
+def pinned_to_gpus(config: Config, places: Mapping[str, Sequence[Place]]) -> dict[str, tuple[Place, ...]]:
+    """The same places; those in a pool see only GPUs of their own, or that they share, in the local runtime: the pools'
+    in the order of their tables, the first engines' first."""
+    if config.runtime != "local":
+        return {name: tuple(group) for name, group in places.items()}
+    gpus = _gpus_of_engines(config, [place for group in places.values() for place in group])
+    return {
+        name: tuple(replace(p, gpus=gpus[p.group, p.rank]) if p.needs is not None else p for p in group)
+        for name, group in places.items()
+    }
+
+
+def _gpus_of_engines(config: Config, places: Sequence[Place]) -> dict[tuple[str, int], tuple[str, ...]]:
+    """By group and rank, of engines in pools. In a pool those that need whole GPUs come first, and then those that
+    share."""
+    gpus, found, begin = visible_gpus(), dict[tuple[str, int], tuple[str, ...]](), 0
+    for name, pool in config.pools.items():
+        shares = begin * pool.engines_per_device
+        engines = [(p, p.needs) for p in places if p.needs is not None and p.needs.pool == name]
+        for place, need in sorted(engines, key=lambda pair: -pair[1].devices):
+            first = shares // pool.engines_per_device
+            found[place.group, place.rank] = gpus[first : first + math.ceil(need.devices)]
+            shares += int(need.devices) * pool.engines_per_device if need.devices >= 1 else need.devices > 0
+        begin += pool.devices
+    return found
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """NVIDIA GPUs of this machine, as CUDA_VISIBLE_DEVICES names them. Asking torch would load it."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(part for part in named.split(",") if part.strip())
+    count = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    return tuple(str(number) for number in range(count))
