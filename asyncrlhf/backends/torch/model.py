@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from asyncrlhf.backends.torch.attention import ATTENTION
-from asyncrlhf.backends.torch.guard import guard_torchvision
+from asyncrlhf.backends.torch.guard import guard_companions
 from asyncrlhf.backends.torch.layout import Cut
 from asyncrlhf.backends.torch.options import Dtype, ScorerOptions
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.ops import TokenStats
 
-guard_torchvision()
+guard_companions()
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from transformers.models.auto.modeling_auto import (  # noqa: E402
