@@ -205,7 +205,7 @@ class VllmRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", 
     own."""
 
     prefill_tokens: Positive = 8192
-    """Tokens of one forward, at most; a longer prompt is computed in parts."""
+    """Tokens of one forward, at most; a longer prompt is computed in parts on GPUs, and goes alone on CPUs."""
     kv_cache_bytes: Count = 0
     """Memory of an engine's KV cache; 0: on CPUs what `concurrency` answers of full length take, 4 GiB at most, on GPUs
     what gpu_memory_utilization leaves."""

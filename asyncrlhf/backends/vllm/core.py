@@ -53,8 +53,8 @@ class Core:
             dtype=options.dtype,
             max_model_len=self.longest,
             max_num_seqs=options.slots + 1,  # one for probes
-            max_num_batched_tokens=max(options.prefill_tokens, options.slots + 1),
-            enable_chunked_prefill=True,
+            max_num_batched_tokens=max(options.prefill_tokens, options.slots + 1, self.longest if CPU_BUILD else 0),
+            enable_chunked_prefill=not CPU_BUILD,  # there it fails for requests with a seed
             kv_cache_memory_bytes=_cache_bytes(options, config, self.longest),
             gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager or CPU_BUILD,

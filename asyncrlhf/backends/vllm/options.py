@@ -25,7 +25,7 @@ class VllmOptions(Table, frozen=True, kw_only=True):
     max_sequence_tokens: Positive = 2048
     """Longest prompt and answer together."""
     prefill_tokens: Positive = 8192
-    """Tokens of one forward, at most; a longer prompt is computed in parts."""
+    """Tokens of one forward, at most; a longer prompt is computed in parts on GPUs, and goes alone on CPUs."""
     kv_cache_bytes: Count = 0
     """Memory of the KV cache on each device; 0: on CPUs what all slots at full length take, on GPUs what
     `gpu_memory_utilization` leaves."""

@@ -9,9 +9,11 @@ on a GPU, whose captured graphs know the parameters by address.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from asyncrlhf.abc import WeightTransfer
@@ -56,7 +58,8 @@ class WeightsExtension:
     def _arrivals(self) -> Arrivals:
         found: Arrivals | None = getattr(self, "_asyncrlhf_arrivals", None)
         if found is None:
-            found = Arrivals(self.model_runner.get_model(), self.device)
+            runner = self.model_runner
+            found = Arrivals(runner.get_model(), self.device, Path(runner.model_config.model))
             self._asyncrlhf_arrivals = found
         return found
 
@@ -64,8 +67,10 @@ class WeightsExtension:
 class Arrivals:
     """The second set of parameters."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, directory: Path) -> None:
+        """`directory`: where the model was loaded from."""
         self._model, self._device = model, device
+        self._shapes = dict(_shapes(directory))
         self._parameters = dict(model.named_parameters())
         self._spare = {name: torch.empty_like(parameter.data) for name, parameter in self._parameters.items()}
         self._transports: dict[str, WeightTransfer] = {}
@@ -118,6 +123,20 @@ class Arrivals:
         if handle.transport not in self._transports:
             self._transports[handle.transport] = import_object(handle.transport)()
         for name, tensor in self._transports[handle.transport].receive(handle.payload):
+            shape = self._shapes.get(name, tensor.shape)
+            if shape != tensor.shape:  # the model's loaders would take a part of it without a word
+                raise PublishRefused(
+                    f"version {handle.version} brings {name!r} of shape {tuple(tensor.shape)}, which this model has as "
+                    f"{tuple(shape)}"
+                )
             arrived = tensor.to(self._device)
             parts[name] = tensor_checksum(arrived)
             yield name, arrived
+
+
+def _shapes(directory: Path) -> Iterator[tuple[str, torch.Size]]:
+    """Name and shape of every tensor of a Hugging Face directory."""
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, torch.Size(file.get_slice(name).get_shape())
