@@ -8,10 +8,11 @@ import pytest
 
 from tests.faults import scene
 from tests.faults.forks import Forks
-from tests.faults.test_local import DATA, PATIENCE, gone, kill_at
+from tests.faults.test_local import DATA, gone, kill_at
 from tests.faults.test_local import engines as engines_of
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(420)
+PATIENCE = 200.0
 VLLM = (
     DATA.replace("[groups.reference]\n", "")
     .replace("epochs = 2", "epochs = 1")
