@@ -13,8 +13,18 @@ import msgspec
 from asyncrlhf.abc import EngineSpec, Needs, Place, Runtime
 from asyncrlhf.backends.rules import RuleOptions
 from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, TrainerOptions
+from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.config.convert import convert
-from asyncrlhf.config.groups import Compute, Rules, TorchReward, TorchRollout, TorchScore, TorchTrain
+from asyncrlhf.config.groups import (
+    Compute,
+    RolloutTable,
+    Rules,
+    TorchReward,
+    TorchRollout,
+    TorchScore,
+    TorchTrain,
+    VllmRollout,
+)
 from asyncrlhf.config.schema import Config, Data
 from asyncrlhf.control.rundir import LOGS
 from asyncrlhf.data.source import open_dataset
@@ -36,8 +46,11 @@ __all__ = ("build_groups", "ledger_rules", "make_runtime", "places", "starters")
 
 TRAINER = "asyncrlhf.backends.torch.train:TorchTrainer"
 SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
+VLLM = "asyncrlhf.backends.vllm.engine:VllmSampler"
 SCORER = "asyncrlhf.backends.torch.score:TorchScorer"
 RULES = "asyncrlhf.backends.rules:RuleEngine"
+ENGINES = {TorchTrain: TRAINER, TorchRollout: SAMPLER, VllmRollout: VLLM}
+"""Table -> the engines it describes; others score."""
 SILENCE = 1.0
 """Seconds beyond a reward function's own time-out after which its engine is asked for a sign of life."""
 DEFAULT_PROMPT_TOKENS = 1024
@@ -111,7 +124,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
         if table is None:
             found[name] = (Place(group=name, rank=0, engine=RULES, needs=asked[name]),)
             continue
-        engine = TRAINER if isinstance(table, TorchTrain) else SAMPLER if isinstance(table, TorchRollout) else SCORER
+        engine = next((path for kind, path in ENGINES.items() if isinstance(table, kind)), SCORER)
         found[name] = tuple(
             Place(
                 group=name,
@@ -135,7 +148,7 @@ def build_groups(
 ) -> dict[str, Group]:
     """The groups by field name, and the judges, not yet started. Raises ConfigError or DataError."""
     rollouts = [wiring.tables[name] for name in wiring.of_role("rollout")]
-    sampled = next((table for table in rollouts if isinstance(table, TorchRollout)), None)
+    sampled = next((table for table in rollouts if isinstance(table, RolloutTable)), None)
     temperature = sampled.temperature if sampled else 1.0
     where = places(config, wiring)
     patience = config.limits.stall_timeout
@@ -165,7 +178,7 @@ def build_groups(
                 gap_alarm=config.limits.logprob_gap,
                 call_timeout=patience,
             )
-        elif isinstance(table, TorchRollout):
+        elif isinstance(table, RolloutTable):
             groups[name] = _rollout_group(config, name, table, where[name], models, runtime, gate, log)
         elif isinstance(table, TorchScore | TorchReward):
             options = _options(
@@ -193,7 +206,7 @@ def build_groups(
 
 def _engines(table: Compute) -> int:
     """Replicas, or ranks."""
-    if isinstance(table, TorchRollout):
+    if isinstance(table, RolloutTable):
         return table.replicas
     return table.data_parallel if isinstance(table, TorchTrain) else 1
 
@@ -218,7 +231,7 @@ def starters(groups: dict[str, Group]) -> list[Callable[[], Any]]:
 def _rollout_group(
     config: Config,
     name: str,
-    table: TorchRollout,
+    table: RolloutTable,
     where: Sequence[Place],
     models: Models,
     runtime: Runtime,
@@ -246,7 +259,7 @@ def _rollout_group(
             f"{models.longest}; lower the first"
         )
     options = _options(
-        SamplerOptions,
+        VllmOptions if isinstance(table, VllmRollout) else SamplerOptions,
         f"groups.{name}",
         table,
         model=models.directories[name],

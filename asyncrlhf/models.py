@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.config.groups import TorchReward, TorchRollout, TorchScore
+from asyncrlhf.config.groups import RolloutTable, TorchReward, TorchScore
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config, Data
 from asyncrlhf.control.checkpoint import flush_tree
@@ -69,7 +69,7 @@ class Models:
             directories[name] = _trained_directory(config, name, wiring.tables[name], run_dir, anew=anew)
         first = directories[wiring.of_role("policy", "critic")[0]]
         for name, table in wiring.engines.items():
-            if isinstance(table, TorchRollout | TorchScore | TorchReward):
+            if isinstance(table, RolloutTable | TorchScore | TorchReward):
                 directories[name] = table.model or directories.get(getattr(table, "follows", ""), first)
         for name, directory in directories.items():
             _under(wiring.key(name), read_config, directory, getattr(wiring.engines[name], "head", "lm"))
@@ -136,9 +136,9 @@ def _trained_directory(config: Config, name: str, table: Any, run_dir: Path, *, 
 
 def _tokenizer(directory: str) -> Any:
     """Raises ConfigError if it cannot be loaded."""
-    from asyncrlhf.backends.torch.guard import guard_torchvision
+    from asyncrlhf.backends.torch.guard import guard_companions
 
-    guard_torchvision()
+    guard_companions()
     from transformers import AutoTokenizer
 
     try:

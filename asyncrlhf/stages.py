@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from asyncrlhf.backends.rules import require_function
-from asyncrlhf.config.groups import Rules
+from asyncrlhf.backends.vllm.options import require_vllm
+from asyncrlhf.config.groups import Rules, VllmRollout
 from asyncrlhf.config.load import load, resolved
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.rundir import RunDirectory
@@ -47,6 +48,8 @@ def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
     for name, table in wiring.engines.items():
         if isinstance(table, Rules):
             require_function(wiring.key(name), table.function)
+        elif isinstance(table, VllmRollout):
+            require_vllm(wiring.key(name), config.runtime)
     after: list[Stage] = []
     for path in config.after:
         if path in chain:

@@ -1,4 +1,4 @@
-"""One compute thread per test process, and no model hub."""
+"""One compute thread per test process, no model hub, and transformers works beside a torchvision for another torch."""
 
 from __future__ import annotations
 
@@ -7,3 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from asyncrlhf.backends.torch.guard import guard_companions
+
+guard_companions()

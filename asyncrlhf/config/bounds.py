@@ -26,6 +26,7 @@ __all__ = (
     "Positive",
     "PositiveAmount",
     "Sharding",
+    "Share",
     "Table",
     "require_import_path",
     "require_one_source",
@@ -44,6 +45,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Amount = Annotated[float, Meta(ge=0)]
 PositiveAmount = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Cap = Annotated[float, Meta(gt=1)]
 Name = Annotated[str, Meta(min_length=1)]

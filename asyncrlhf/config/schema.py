@@ -32,6 +32,7 @@ from asyncrlhf.config.groups import TorchReward as TorchReward
 from asyncrlhf.config.groups import TorchRollout as TorchRollout
 from asyncrlhf.config.groups import TorchScore as TorchScore
 from asyncrlhf.config.groups import TorchTrain as TorchTrain
+from asyncrlhf.config.groups import VllmRollout as VllmRollout
 from asyncrlhf.errors import ConfigError
 
 __all__ = (
@@ -53,6 +54,7 @@ __all__ = (
     "TorchRollout",
     "TorchScore",
     "TorchTrain",
+    "VllmRollout",
 )
 
 RUNTIMES = ("local", "inproc", "ray")

@@ -1,8 +1,8 @@
-"""The sampler suite over the torch sampler, on a tiny model, and over the fake one."""
+"""The sampler suite over the samplers of torch and vLLM, on a tiny model, and over the fake one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ from asyncrlhf.backends.torch.train import TorchTrainer
 from asyncrlhf.messages import GenerateRequest
 from asyncrlhf.testing import FakeSampler, FakeSamplerOptions, FakeTrainer, FakeTrainerOptions, fake_logprobs
 from asyncrlhf.testing.conformance import GENERATE_ENGINE, GenerateSubject
+from tests.integration.vllm_host import SHARED, VllmHost
 
 checks = pytest.mark.parametrize("check", GENERATE_ENGINE, ids=lambda check: check.__name__)
 SHAPE = {
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,  # of size 32, the smallest that vLLM serves on CPUs
+    "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
 
@@ -34,9 +35,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("sampler"), characters="abcdefghijklmnopqrstuvwxyz>", config=SHAPE)
 
 
+@pytest.fixture(scope="module")
+def vllm_host() -> Generator[VllmHost]:
+    host = VllmHost()
+    yield host
+    host.close()
+
+
 @pytest.fixture
 def torch_subject(model: Path) -> GenerateSubject:
-    trainer = TorchTrainer(TrainerOptions(model=str(model), device="cpu"))
+    def make() -> TorchSampler:
+        return TorchSampler(SamplerOptions(model=str(model), device="cpu", slots=4, max_sequence_tokens=48))
+
+    return trained_subject(model, make)
+
+
+@pytest.fixture
+def vllm_subject(model: Path, vllm_host: VllmHost) -> Generator[GenerateSubject]:
+    yield trained_subject(model, lambda: vllm_host.make(str(model)), transport=SHARED)
+    vllm_host.clear()
+
+
+def trained_subject(model: Path, make: Callable[[], Any], **options: Any) -> GenerateSubject:
+    """Behind a torch trainer; log-probs are held against those of transformers."""
+    trainer = TorchTrainer(TrainerOptions(model=str(model), device="cpu", **options))
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     exported: dict[int, dict[str, torch.Tensor]] = {}
     random = torch.Generator().manual_seed(1)
@@ -59,9 +81,6 @@ def torch_subject(model: Path) -> GenerateSubject:
         ids = torch.tensor([[*request.prompt_token_ids, *tokens]])
         logits = plain(ids).logits[0, len(request.prompt_token_ids) - 1 : -1]
         return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-
-    def make() -> TorchSampler:
-        return TorchSampler(SamplerOptions(model=str(model), device="cpu", slots=4, max_sequence_tokens=48))
 
     return subject(make, train, export, logprobs, tolerance=2e-5, unknown=29, longest=48)
 
@@ -109,6 +128,11 @@ def subject(
 @checks
 def test_torch(check: Any, torch_subject: GenerateSubject) -> None:
     check(torch_subject)
+
+
+@checks
+def test_vllm(check: Any, vllm_subject: GenerateSubject) -> None:
+    check(vllm_subject)
 
 
 @checks

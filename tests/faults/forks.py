@@ -202,9 +202,9 @@ def _is_open(descriptor: str) -> bool:
 
 
 def _preload() -> None:
-    from asyncrlhf.backends.torch.guard import guard_torchvision
+    from asyncrlhf.backends.torch.guard import guard_companions
 
-    guard_torchvision()
+    guard_companions()
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen2.tokenization_qwen2  # noqa: F401
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pty
@@ -91,6 +92,37 @@ def test_check_says_what_follows_from_a_configuration(path: Path, tmp_path: Path
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(text)
     assert asyncrlhf(tmp_path, "check", "resolved.toml").stdout == done.stdout, "the resolved file says the same"
+
+
+def test_check_validates_a_production_run_where_neither_its_model_nor_its_gpus_are(tmp_path: Path) -> None:
+    """Stand-ins for what a user brings: the model's config.json, and a row of the data."""
+    model, data = tmp_path / "models/Qwen2.5-1.5B-Instruct", tmp_path / "data/gsm8k"
+    for directory in (model, data):
+        directory.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    for name in ("train", "test"):
+        (data / f"{name}.jsonl").write_text('{"question": "How much is 2 + 3?", "answer": "2 + 3 = 5\\n#### 5"}\n')
+    done = asyncrlhf(tmp_path, "check", str(ROOT / "configs/gsm8k/qwen_1.5b.toml"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert tomllib.loads(done.stdout.partition("\nsamples per train step")[0])["groups"]["rollout"]["backend"] == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("so there are 1,234 eggs.", "2 * 617 = 1234\n#### 1234", 1.0),
+        ("that is \\boxed{18}, not 17", "#### 18", 1.0),
+        ("that is \\boxed{18}", "#### 18", 1.0),
+        ("it costs $3.50", "#### 3.5", 1.0),
+        ("minus -4 degrees", "#### -4", 1.0),
+        ("I do not know", "#### 5", 0.0),
+    ],
+)
+def test_the_gsm8k_reward_compares_last_numbers(
+    response: str, answer: str, reward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "configs/gsm8k")
+    assert importlib.import_module("gsm8k").verify("", response, answer) == reward
 
 
 def test_check_takes_less_than_a_second_and_loads_nothing_heavy(tmp_path: Path) -> None:

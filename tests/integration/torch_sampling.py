@@ -1,4 +1,4 @@
-"""Drives a TorchSampler and checks its answers against plain forwards."""
+"""Drives a sampler and checks its answers against plain forwards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from asyncrlhf.abc import GenerateEngine
 from asyncrlhf.backends.torch.options import SamplerOptions
 from asyncrlhf.backends.torch.sample import TorchSampler
 from asyncrlhf.messages import EngineEvent, Finished, GenerateRequest, Progress, Rejected, Sample, WeightHandle
@@ -23,7 +24,7 @@ def sampler(model: str, **options: Any) -> TorchSampler:
 class Log:
     """Collects the events of a sampler, and counts the tokens it reports."""
 
-    def __init__(self, engine: TorchSampler) -> None:
+    def __init__(self, engine: GenerateEngine) -> None:
         self.engine = engine
         self.samples: dict[str, Sample] = {}
         self.rejected: dict[str, str] = {}

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from asyncrlhf import ops
-from asyncrlhf.backends.torch.guard import guard_torchvision
+from asyncrlhf.backends.torch.guard import guard_companions
 from asyncrlhf.backends.torch.options import OptimizerOptions, TrainerOptions
 from asyncrlhf.backends.torch.scratch import write_model
 from asyncrlhf.backends.torch.train import TorchTrainer
 from asyncrlhf.messages import ArrayColumn, GenerateRequest, Sample, TrainBatch, pack
 
-guard_torchvision()
+guard_companions()
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+=> "

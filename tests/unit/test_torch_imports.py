@@ -57,15 +57,18 @@ print(run(load("run.toml", ["runtime=local"])))
         ("", False),
     ],
 )
-def test_a_broken_torchvision_is_hidden(tmp_path: Path, error: str, hidden: bool) -> None:
-    package = tmp_path / "torchvision"
+@pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])
+def test_a_broken_companion_of_torch_is_hidden(tmp_path: Path, name: str, error: str, hidden: bool) -> None:
+    for other in {"torchvision", "torchaudio", "torchcodec"} - {name}:
+        (tmp_path / f"{other}.py").write_text("")
+    package = tmp_path / name
     package.mkdir()
     (package / "part.py").write_text("")
-    (package / "__init__.py").write_text("import torchvision.part\n" + (f"raise {error}\n" if error else ""))
-    code = """
+    (package / "__init__.py").write_text(f"import {name}.part\n" + (f"raise {error}\n" if error else ""))
+    code = f"""
 import importlib.util, sys
-from asyncrlhf.backends.torch.guard import guard_torchvision
-print(guard_torchvision(), importlib.util.find_spec("torchvision") is None, "torchvision.part" in sys.modules)
-print(guard_torchvision())
+from asyncrlhf.backends.torch.guard import guard_companions
+print(*guard_companions(), importlib.util.find_spec("{name}") is None, "{name}.part" in sys.modules)
+print(*guard_companions())
 """
-    assert python(code, tmp_path).split("\n") == [f"{hidden} {hidden} {not hidden}", "False"]
+    assert python(code, tmp_path).split("\n") == [f"{name if hidden else ''} {hidden} {not hidden}".strip()]

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from asyncrlhf.backends.torch.guard import guard_torchvision
+from asyncrlhf.backends.torch.guard import guard_companions
 
-guard_torchvision()
+guard_companions()
 from transformers import AttentionInterface  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402

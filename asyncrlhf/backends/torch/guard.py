@@ -1,4 +1,4 @@
-"""A guard for a torchvision that was built for another torch: it must run before transformers is imported."""
+"""A guard for companions of torch that were built for another torch: it must run before transformers is imported."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import importlib
 import importlib.util
 import sys
 
-__all__ = ("guard_torchvision",)
+__all__ = ("guard_companions",)
+
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
-def guard_torchvision() -> bool:
-    """Hide a torchvision that cannot be imported, since transformers would fail with it; True if one was hidden.
+def guard_companions() -> tuple[str, ...]:
+    """Hide companions that cannot be imported, since transformers would fail with them; gives their names.
 
-    A torchvision of the package index beside a CPU build of torch fails with "operator torchvision::nms does not
-    exist". Language models need nothing of it.
+    Those of the package index beside a CPU build of torch fail with "operator torchvision::nms does not exist", or
+    look for a library of CUDA. Language models need nothing of them.
     """
-    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is None:
+    return tuple(name for name in COMPANIONS if _hidden(name))
+
+
+def _hidden(name: str) -> bool:
+    if name in sys.modules or importlib.util.find_spec(name) is None:
         return False
     try:
-        importlib.import_module("torchvision")
+        importlib.import_module(name)
     except (ImportError, RuntimeError, OSError, AttributeError):
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        sys.modules["torchvision"] = None  # type: ignore[assignment]
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            del sys.modules[module]
+        sys.modules[name] = None  # type: ignore[assignment]
         return True
     return False

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncrlhf.backends.torch.attention import ATTENTION
-from asyncrlhf.backends.torch.guard import guard_torchvision
+from asyncrlhf.backends.torch.guard import guard_companions
 from asyncrlhf.backends.torch.layout import Cut
 from asyncrlhf.backends.torch.options import Dtype, ScorerOptions
 from asyncrlhf.backends.torch.world import World, gathered, own_device, replicate, shard
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.ops import TokenStats
 
-guard_torchvision()
+guard_companions()
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from transformers.models.auto.modeling_auto import (  # noqa: E402

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from asyncrlhf.abc import GenerateEngine
+from asyncrlhf.backends.requests import already_complete, why_not
 from asyncrlhf.backends.torch.attention import SlotCache
 from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.layout import Integers
@@ -23,7 +24,7 @@ from asyncrlhf.backends.torch.probe import require_cache_works
 from asyncrlhf.backends.torch.replica import Replica
 from asyncrlhf.backends.torch.sampling import choose, uniforms
 from asyncrlhf.backends.torch.slots import Slots
-from asyncrlhf.messages import EngineEvent, Finished, GenerateRequest, Rejected, Sample, WeightHandle
+from asyncrlhf.messages import EngineEvent, GenerateRequest, Rejected, WeightHandle
 
 __all__ = ("SamplerOptions", "TorchSampler")
 
@@ -61,7 +62,7 @@ class TorchSampler(TorchEngine, GenerateEngine):
         for request in requests:
             if reason := self._why_not(request):
                 events.append(Rejected(request_id=request.request_id, reason=reason))
-            elif finished := _already_complete(request):
+            elif finished := already_complete(request):
                 events.append(finished)
             else:
                 self._known.add(request.request_id)
@@ -128,34 +129,11 @@ class TorchSampler(TorchEngine, GenerateEngine):
 
     def _why_not(self, request: GenerateRequest) -> str:
         """Why a request cannot be answered; empty if it can."""
-        prompt, done = request.prompt_token_ids, request.tokens
-        if self.version < 0:
-            return "no weights were committed yet; publish a version first"
         if request.request_id in self._known:
             return f"request {request.request_id!r} is running already"
-        if not prompt:
-            return "the prompt has no token"
-        if request.max_tokens < 1:
-            return f"max_tokens = {request.max_tokens}; an answer takes at least 1"
-        if len(prompt) + request.max_tokens > self._max_tokens:
-            return (
-                f"a prompt of {len(prompt)} tokens and max_tokens = {request.max_tokens} need "
-                f"{len(prompt) + request.max_tokens} places; this engine has {self._max_tokens} (the smaller of "
-                "max_sequence_tokens and the model's max_position_embeddings)"
-            )
-        if not request.temperature >= 0:
-            return f"temperature = {request.temperature}; use 0 or more"
-        lowest, highest = min(*prompt, *done, 0), max(*prompt, *done, 0)
-        if lowest < 0 or highest >= self._model.vocabulary_size:
-            return (
-                f"token {lowest if lowest < 0 else highest} is outside the vocabulary of {self._model.vocabulary_size}"
-            )
-        if not len(done) == len(request.logprobs) == sum(s.token_count for s in request.segments):
-            return (
-                f"{len(done)} tokens to continue from come with {len(request.logprobs)} log-probs and segments of "
-                f"{sum(s.token_count for s in request.segments)} tokens"
-            )
-        return ""
+        return why_not(
+            request, version=self.version, longest=self._max_tokens, vocabulary_size=self._model.vocabulary_size
+        )
 
     def _decode(self) -> None:
         count = self._slots.count
@@ -252,17 +230,3 @@ class TorchSampler(TorchEngine, GenerateEngine):
             self._cache.move(
                 torch.from_numpy(source).to(self._device), torch.from_numpy(target).to(self._device), extent
             )
-
-
-def _already_complete(request: GenerateRequest) -> Finished | None:
-    """The answer of a request that had nothing left to sample when it was interrupted."""
-    stopped = bool(request.tokens) and request.tokens[-1] in request.stop_token_ids
-    if not stopped and len(request.tokens) < request.max_tokens:
-        return None
-    sample = Sample(
-        token_ids=request.tokens,
-        logprobs=request.logprobs,
-        segments=request.segments,
-        finish_reason="stop" if stopped else "length",
-    )
-    return Finished(request_id=request.request_id, sample=sample)

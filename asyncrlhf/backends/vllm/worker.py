@@ -1,0 +1,142 @@
+"""Inside vLLM's workers: weights from a trainer into the running model, without disk, in two phases.
+
+vLLM mixes WeightsExtension into its worker class. Every worker holds a second set of its own parameters, which the
+next version arrives in while the first is in use: the model's own loaders cut and fuse what arrives (a worker of a
+tensor parallel group keeps its part only), and the swap is one of pointers on a CPU, a copy within the device's memory
+on a GPU, whose captured graphs know the parameters by address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from asyncrlhf.abc import WeightTransfer
+from asyncrlhf.backends.vllm.environment import CPU_BUILD
+from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import WeightHandle, import_object
+from asyncrlhf.weights.checksum import combine, tensor_checksum
+
+from vllm.model_executor.layers import utils as vllm_layers  # isort: skip
+
+__all__ = ("WeightsExtension",)
+
+
+def _read_live_weights(layer: nn.Module, remove_weight: bool) -> None:
+    """In place of vLLM's choice of a matrix product on CPUs: its faster ones compute with packed copies of the weights,
+    which a new version does not reach (with tied embeddings without any error)."""
+    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+
+
+if CPU_BUILD:
+    vllm_layers.dispatch_cpu_unquantized_gemm = _read_live_weights
+
+
+class WeightsExtension:
+    """What vLLM's workers can do in addition; called on all of them at once."""
+
+    device: torch.device
+    model_runner: Any
+
+    def asyncrlhf_prepare(self, handle: WeightHandle) -> str:
+        """Receive weights into the second set. Gives the reason if they are refused; those in use stay."""
+        try:
+            self._arrivals().receive(handle)
+        except PublishRefused as refusal:
+            return str(refusal)
+        return ""
+
+    def asyncrlhf_commit(self) -> None:
+        """Compute with what `asyncrlhf_prepare` brought."""
+        self._arrivals().swap()
+
+    def _arrivals(self) -> Arrivals:
+        found: Arrivals | None = getattr(self, "_asyncrlhf_arrivals", None)
+        if found is None:
+            runner = self.model_runner
+            found = Arrivals(runner.get_model(), self.device, Path(runner.model_config.model))
+            self._asyncrlhf_arrivals = found
+        return found
+
+
+class Arrivals:
+    """The second set of parameters."""
+
+    def __init__(self, model: nn.Module, device: torch.device, directory: Path) -> None:
+        """`directory`: where the model was loaded from."""
+        self._model, self._device = model, device
+        self._shapes = dict(_shapes(directory))
+        self._parameters = dict(model.named_parameters())
+        self._spare = {name: torch.empty_like(parameter.data) for name, parameter in self._parameters.items()}
+        self._transports: dict[str, WeightTransfer] = {}
+
+    @torch.no_grad()
+    def receive(self, handle: WeightHandle) -> None:
+        """Fill the second set. Raises PublishRefused when the bytes do not have the announced checksum, and when
+        parameters are missing, unknown, or of another shape."""
+        parts: dict[str, int] = {}
+        arriving = self._arriving(handle, parts)
+        self._exchange()
+        try:
+            loaded: set[str] | None = self._model.load_weights(arriving)  # type: ignore[operator]
+            for _ in arriving:  # what it had no use for counts, too
+                pass
+        except PublishRefused:
+            raise
+        except Exception as error:  # whatever a model's loader raises for names and shapes it does not know
+            raise PublishRefused(
+                f"version {handle.version} does not fit into {type(self._model).__name__}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self._exchange()
+        if loaded is not None and (missing := sorted(self._parameters.keys() - loaded)):
+            raise PublishRefused(
+                f"version {handle.version} lacks {len(missing)} parameters of {type(self._model).__name__}, among them "
+                f"{missing[0]!r}"
+            )
+        if (digest := combine(parts.items())) != handle.checksum:
+            raise PublishRefused(
+                f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that "
+                f"arrived have {digest:#x}; the weights published before stay in use"
+            )
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """The two sets change places."""
+        if self._device.type == "cpu":
+            self._exchange()
+            return
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(self._spare[name])
+
+    def _exchange(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data, self._spare[name] = self._spare[name], parameter.data
+
+    def _arriving(self, handle: WeightHandle, parts: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+        if handle.transport not in self._transports:
+            self._transports[handle.transport] = import_object(handle.transport)()
+        for name, tensor in self._transports[handle.transport].receive(handle.payload):
+            shape = self._shapes.get(name, tensor.shape)
+            if shape != tensor.shape:  # the model's loaders would take a part of it without a word
+                raise PublishRefused(
+                    f"version {handle.version} brings {name!r} of shape {tuple(tensor.shape)}, which this model has as "
+                    f"{tuple(shape)}"
+                )
+            arrived = tensor.to(self._device)
+            parts[name] = tensor_checksum(arrived)
+            yield name, arrived
+
+
+def _shapes(directory: Path) -> Iterator[tuple[str, torch.Size]]:
+    """Name and shape of every tensor of a Hugging Face directory."""
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, torch.Size(file.get_slice(name).get_shape())

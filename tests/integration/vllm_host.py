@@ -1,0 +1,138 @@
+"""vLLM samplers in a process of their own, as runtimes have them, for tests that call their verbs one by one.
+
+vLLM changes torch for all of a process, so that it must not be imported into that of the tests. One process hosts many
+samplers, one after another or side by side; what vLLM has built for one that was closed is used by the next one with
+the same options, since building it takes seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from asyncrlhf.abc import GenerateEngine
+from asyncrlhf.backends.vllm.options import VllmOptions
+from asyncrlhf.messages import EngineEvent, GenerateRequest, WeightHandle
+
+__all__ = ("Hosted", "VllmHost")
+
+SHARED = "asyncrlhf.weights.shared:SharedMemoryTransfer"
+
+
+class VllmHost:
+    """The process. It waits for a call, answers it, and ends with this object."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._made: list[Hosted] = []
+
+    def make(self, model: str, **options: Any) -> Hosted:
+        """A sampler of this model with 4 slots. Raises what its constructor raises."""
+        settings = {"device": "cpu", "slots": 4, "max_sequence_tokens": 48, "transport": SHARED} | options
+        made = Hosted(self, self.call(-1, "make", VllmOptions(model=model, **settings)))
+        self._made.append(made)
+        return made
+
+    def call(self, number: int, verb: str, *arguments: Any) -> Any:
+        self._connection.send((number, verb, arguments))
+        error, result = self._connection.recv()
+        if error is not None:
+            raise error
+        return result
+
+    def clear(self) -> None:
+        """Close all samplers."""
+        for engine in self._made:
+            engine.close()
+        self._made.clear()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(10.0)
+        self._process.kill()
+        self._process.join()
+
+
+class Hosted(GenerateEngine):
+    """One sampler of a host."""
+
+    def __init__(self, host: VllmHost, number: int) -> None:
+        self._host, self._number = host, number
+
+    def _call(self, verb: str, *arguments: Any) -> Any:
+        return self._host.call(self._number, verb, *arguments)
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self._call("version")
+
+    @property
+    def has_work(self) -> bool:
+        return self._call("has_work")
+
+    def add(self, requests: Sequence[GenerateRequest]) -> Sequence[EngineEvent]:
+        return self._call("add", requests)
+
+    def step(self) -> Sequence[EngineEvent]:
+        return self._call("step")
+
+    def abort(self, request_ids: Sequence[str]) -> Sequence[GenerateRequest]:
+        return self._call("abort", request_ids)
+
+    def prepare(self, weights: WeightHandle) -> None:
+        self._call("prepare", weights)
+
+    def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
+        return self._call("commit", version, kv)
+
+    def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
+        return self._call("probe", token_ids)
+
+    def close(self) -> None:
+        self._call("close")
+
+
+def _serve(connection: Connection) -> None:
+    from asyncrlhf.backends.vllm import engine
+
+    built: dict[VllmOptions, list[Any]] = {}
+    make_core: Any = engine.Core
+
+    def core(options: VllmOptions) -> Any:
+        free = built.setdefault(options, [])
+        return free.pop() if free else make_core(options)
+
+    def close(sampler: Any) -> None:
+        used = sampler._core
+        used.abort(sampler._running)
+        used.forget_cache()
+        built[sampler.options].append(used)
+
+    engine.Core = core  # type: ignore[misc, assignment]
+    engine.VllmSampler.use_threads(1)
+    samplers: list[Any] = []
+    while True:
+        try:
+            number, verb, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)  # Triton would complain about what an interpreter leaves to the system
+        try:
+            if verb == "make":
+                samplers.append(engine.VllmSampler(*arguments))
+                result: Any = len(samplers) - 1
+            elif verb == "close":
+                result = close(samplers[number])
+            else:
+                found = getattr(samplers[number], verb)
+                result = found(*arguments) if callable(found) else found
+        except Exception as error:  # the boundary of the process
+            connection.send((error, None))
+        else:
+            connection.send((None, result))
