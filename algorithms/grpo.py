@@ -69,8 +69,8 @@ class GRPO(rl.Algorithm):
 
     async def train(self) -> None:
         async for batch in self.experience.batches():  # the bound is checked here
-            for part in batch.minibatches(self.minibatches):
-                await self.policy.step(part, self.loss)
+            steps = [self.policy.step(part, self.loss) for part in batch.minibatches(self.minibatches)]
+            await rl.gather(*steps)  # one after another, without a pause
             await self.coordinator.publish(self.policy)
 
     async def reference_logprobs(self, rollout: rl.Rollout) -> rl.PerToken | None:

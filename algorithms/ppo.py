@@ -99,11 +99,11 @@ class PPO(rl.Algorithm):
             self.state = PPOState(kl=kl, kl_coefficient=self.kl.next(now, kl) if learns else now, rewards=seen)
             rewards = ops.TokenRewards(scale=self.scale, seen=seen, kl=now, kl_in=self.kl_in)
             batch = await self.critic.apply(self.advantage, await self.critic.apply(rewards, batch))
-            for part in batch.minibatches(self.minibatches, epochs=self.epochs):
-                steps = [self.critic.step(part, self.value_loss)]
-                if learns:
-                    steps.append(self.policy.step(part, self.loss))
-                await rl.gather(*steps)
+            parts = batch.minibatches(self.minibatches, epochs=self.epochs)
+            steps = [self.critic.step(part, self.value_loss) for part in parts]
+            if learns:
+                steps += [self.policy.step(part, self.loss) for part in parts]
+            await rl.gather(*steps)  # those of a group one after another, without a pause
             await self.coordinator.publish(self.policy, self.critic)
 
     async def reference_logprobs(self, rollout: rl.Rollout) -> rl.PerToken | None:

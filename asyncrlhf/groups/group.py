@@ -96,11 +96,27 @@ class TooLate(GroupError):
     """An engine has not answered in time."""
 
 
-async def within(seconds: float | None, call: Awaitable[T], what: str) -> T:
-    """Await an engine at most `seconds` (None: for ever). Raises TooLate, naming `what`, when it takes longer."""
+async def within(
+    seconds: float | None, call: Awaitable[T], what: str, *, after: asyncio.Future[Any] | None = None
+) -> T:
+    """Await an engine at most `seconds` (None: for ever), counted from when `after` is done. Raises TooLate, naming
+    `what`, when it takes longer."""
+    loop, open_ = asyncio.get_running_loop(), True
     try:
-        async with asyncio.timeout(seconds):
-            return await call
+        async with asyncio.timeout(None) as limit:
+
+            def begin(_: object) -> None:
+                if open_ and seconds is not None:
+                    limit.reschedule(loop.time() + seconds)
+
+            if after is None or after.done():
+                begin(after)
+            else:
+                after.add_done_callback(begin)
+            try:
+                return await call
+            finally:
+                open_ = False
     except TimeoutError:
         raise TooLate(
             f"{what} has not come back within limits.stall_timeout = {seconds:g} s; its engine hangs, or the limit is "

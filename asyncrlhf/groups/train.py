@@ -64,6 +64,9 @@ class TrainGroup(Group):
         self.rejections_since_publish: list[str] = []
         self._runtime = runtime
         self._engine: EngineHandle | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._newest: asyncio.Task[None] | None = None
+        self._free_since = 0.0
         self._needs_proximal = needs_proximal
         self._begun: tuple[int, tuple[int, ...]] | None = None  # train step and row lengths of the popped batch
         self._proximal: Column | None = None  # for every row of it; None: its one step needs none
@@ -84,7 +87,8 @@ class TrainGroup(Group):
 
     # ---- verbs -------------------------------------------------------------------------------------------------
     async def step(self, batch: TrainBatch, loss: Loss) -> StepResult:
-        """One optimizer step on all rows of `batch`, which may be a mini-batch of a popped one.
+        """One optimizer step on all rows of `batch`, maybe a mini-batch of a popped one. Steps that are asked for at
+        once are taken one after another, in that order, and the engine does not pause in between.
 
         Raises GroupError if the engine fails, ValueError if a further step follows one on the whole batch although the
         correction needs the log-probs from before it: take all steps from `batch.minibatches(count, epochs=...)`, or if
@@ -137,29 +141,43 @@ class TrainGroup(Group):
         self._begun = self._proximal = None
         return result
 
-    async def _call(self, verb: str, *arguments: object) -> Any:
-        """Raises EngineLost, and ends the engine, when it does not come back."""
+    async def _call(self, verb: str, *arguments: object, after: asyncio.Task[None] | None = None) -> Any:
+        """`after`: the request that the engine is at, if any. Raises EngineLost, and ends the engine, when it does not
+        come back."""
         try:
             call = self.engine.call(verb, *arguments)
-            return await within(self._call_timeout, call, f"group {self.name!r}: {verb}")
+            return await within(self._call_timeout, call, f"group {self.name!r}: {verb}", after=after)
         except TooLate as error:
             await self.engine.close(at_once=True)
             raise EngineLost(str(error)) from None
 
     # ---- the actor ---------------------------------------------------------------------------------------------
+    async def serve(self) -> None:
+        async with asyncio.TaskGroup() as self._tasks:
+            await super().serve()
+
     async def handle(self, requests: list[Request]) -> None:
+        """Sends the engine a request while it is at the one before: it works on them in order, and waits for nobody in
+        between."""
+        assert self._tasks is not None
         for request in requests:
-            if request.reply.done():
-                continue  # cancelled while an earlier one ran
-            started = self.log.elapsed()
-            try:
-                result = await self._call(request.verb, *request.arguments)
-            except AsyncRLHFError as error:
-                refuse(request, error)
-                continue
-            if request.verb == "step":
-                self._count(request.arguments[0], result, self.log.elapsed() - started)
-            answer(request, result)
+            name = f"{self.name}: {request.verb}"
+            self._newest = self._tasks.create_task(self._one(request, self._newest), name=name)
+
+    async def _one(self, request: Request, before: asyncio.Task[None] | None) -> None:
+        if request.reply.done():
+            return  # cancelled before it was sent
+        sent = self.log.elapsed()
+        try:
+            result = await self._call(request.verb, *request.arguments, after=before)
+        except AsyncRLHFError as error:
+            refuse(request, error)
+            return
+        now = self.log.elapsed()
+        if request.verb == "step":
+            self._count(request.arguments[0], result, now - max(sent, self._free_since))
+        self._free_since = now
+        answer(request, result)
 
     def _count(self, batch: TrainBatch, result: StepResult, seconds: float) -> None:
         if result.applied:
