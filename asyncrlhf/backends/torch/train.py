@@ -64,6 +64,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
             head=options.head,
             new_head=options.new_head,
             packed=options.layout == "packed",
+            attention=options.attention,
             trained=True,
             alone=options.data_parallel == 1,
         )
@@ -83,7 +84,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
         """Raises ConfigError if ranks have to share a GPU."""
         device = own_device(self._model.device, rank)
         world = meet(self._store, host, port, rank, ranks, device, timeout)
-        self._model.spread(world, sharded=self.options.sharding == "full")
+        self._model.spread(world, device, sharded=self.options.sharding == "full")
         self._begin()
 
     def _begin(self) -> None:
