@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrlhf.config.derive import derive
 from asyncrlhf.config.load import load
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.launch import run
@@ -87,3 +88,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path, overrides: list[str], message
     path.write_text(PPO)
     with pytest.raises(ConfigError, match=message):
         wire(load(str(path), ["train_steps=4", *overrides]))
+
+
+def test_more_ranks_than_samples_are_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(PPO)
+    assert not any("data_parallel" in line for line in derive(load(str(path), ["train_steps=4", *RANKS])).warnings)
+    found = derive(load(str(path), ["train_steps=4", "groups.critic.data_parallel=6"])).warnings
+    assert any("groups.critic.data_parallel = 6, and a train step has 4 samples: 2 ranks" in line for line in found)

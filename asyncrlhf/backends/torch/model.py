@@ -218,7 +218,10 @@ class Model:
         return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._selected)[None],)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.compute_dtype) if self._autocasts else nullcontext()
+        """A cache of cast weights would keep whole layers that ranks are to keep parts of."""
+        if not self._autocasts:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype, cache_enabled=not self._sharded)
 
 
 def pick_device(name: str) -> torch.device:
