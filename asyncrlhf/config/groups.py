@@ -134,6 +134,11 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
                 f'attention = "flash_attention_2" needs layout = "packed" and dtype = "bfloat16", not "{self.layout}" '
                 f'and "{self.dtype}"; set those, or leave attention "auto"'
             )
+        if ":" in self.device and self.data_parallel > 1:
+            raise ConfigError(
+                f'device = "{self.device}" is 1 GPU, and data_parallel = {self.data_parallel} takes as many; say "cuda", '
+                "or lower the latter"
+            )
         if self.sharding == "full" and self.data_parallel == 1:
             raise ConfigError(
                 'sharding = "full" spreads the model over data_parallel = 1 ranks; raise that, or leave sharding "none"'

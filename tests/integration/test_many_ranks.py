@@ -80,6 +80,14 @@ def test_a3_n6_ppo_on_two_ranks_each_is_the_run_of_one_and_goes_on_with_one(tmp_
         ),
         (["groups.policy.sharding=full"], 'sharding = "full" spreads the model over data_parallel = 1 ranks'),
         (["groups.policy.data_parallel=0"], "groups.policy.data_parallel"),
+        (
+            ["groups.policy.data_parallel=2", "groups.policy.device=cuda:1"],
+            'groups.policy.device = "cuda:1" is 1 GPU, and data_parallel = 2 takes as many',
+        ),
+        (
+            ["groups.policy.attention=flash_attention_2", "groups.policy.layout=packed"],
+            'needs layout = "packed" and dtype = "bfloat16", not "packed" and "float32"',
+        ),
         (["groups.policy.sharding=half"], "groups.policy.sharding"),
     ],
 )

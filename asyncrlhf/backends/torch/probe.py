@@ -71,7 +71,7 @@ def require_all_learn(model: Model) -> None:
     if without:
         raise ConfigError(
             f"{model.module.config.model_type} has {len(without)} parameters that its output does not depend on, among "
-            f"them {without[0]!r}, and replicas wait for a gradient of each; use sharding = 'full', or data_parallel = 1"
+            f"them {without[0]!r}, and replicas wait for each one's gradient; use sharding = 'full' or one rank"
         )
 
 
