@@ -136,8 +136,8 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
             )
         if ":" in self.device and self.data_parallel > 1:
             raise ConfigError(
-                f'device = "{self.device}" is 1 GPU, and data_parallel = {self.data_parallel} takes as many; say "cuda", '
-                "or lower the latter"
+                f'device = "{self.device}" is 1 GPU, and data_parallel = {self.data_parallel} takes as many; use '
+                '"cuda", or lower the latter'
             )
         if self.sharding == "full" and self.data_parallel == 1:
             raise ConfigError(
