@@ -12,6 +12,7 @@ from asyncrlhf.errors import ConfigError
 __all__ = (
     "PATTERNS",
     "Amount",
+    "Attention",
     "Cap",
     "Correction",
     "Count",
@@ -55,6 +56,7 @@ Dtype = Literal["float32", "bfloat16"]
 Head = Literal["lm", "value"]
 Layout = Literal["padded", "packed", "shared"]
 Sharding = Literal["none", "full"]
+Attention = Literal["auto", "sdpa", "flash_attention_2"]
 Correction = Literal["none", "truncated_is", "masked_is", "decoupled"]
 
 
