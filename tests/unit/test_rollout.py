@@ -147,14 +147,14 @@ async def test_all_answers_to_a_prompt_come_back_in_their_order() -> None:
         rollout = scene.ask(5)
         await settle()
         requests = [request for engine in scene.engines for request in engine.added]
-        assert [len(engine.added) for engine in scene.engines] == [2, 1]
+        assert [len(engine.added) for engine in scene.engines] == [3, 0], "their prefix is computed once"
         for engine in reversed(scene.engines):
             for number, request in enumerate(reversed(engine.added)):
                 engine.say(progress(request, 1), finished(request, 3 + number))
         found = await rollout
         assert len(found.samples) == 3
         assert {request.seed for request in requests} == {answer_seed(0, 5, 1, number) for number in range(3)}
-        assert sorted(scene.books.reports)[:2] == [(5, 1, 0, 0, 1), (5, 1, 0, 0, 3)]
+        assert sorted(scene.books.reports)[:2] == [(5, 1, 0, 0, 1), (5, 1, 0, 0, 4)]
         assert scene.books.scored == [5]
 
 
@@ -242,6 +242,33 @@ async def test_an_evaluation_begins_anew_elsewhere_and_the_old_answer_is_refused
         assert len((await evaluation).samples[0].token_ids) == 6
         assert scene.group.evaluation_tokens == 6
         assert scene.books.reports == []
+
+
+@virtual
+async def test_prompts_are_spread_over_the_engines_and_their_answers_are_not() -> None:
+    async with group(replicas=2, answers=4) as scene:
+        rollouts = [scene.ask(uid) for uid in range(6)]
+        await settle()
+        homes = [{request.request_id.split(".")[1] for request in engine.added} for engine in scene.engines]
+        assert [len(engine.added) for engine in scene.engines] == [12, 12]
+        assert not homes[0] & homes[1]
+        for rollout in rollouts:
+            rollout.cancel()
+
+
+@virtual
+async def test_the_answers_of_an_evaluation_whose_engine_is_fenced_go_to_another_one_together() -> None:
+    async with group(replicas=3) as scene:
+        evaluations = [asyncio.ensure_future(scene.group.evaluate(prompt(-1 - n), 0.0)) for n in range(3)]
+        await settle()
+        first, second, third = scene.engines
+        assert [len(engine.added) for engine in scene.engines] == [1, 1, 1]
+        scene.group.fence(scene.group.replicas[0])
+        await settle()
+        assert [len(engine.added) for engine in (second, third)] == [2, 1]
+        assert second.added[1] == first.added[0]
+        for evaluation in evaluations:
+            evaluation.cancel()
 
 
 @virtual
@@ -360,6 +387,6 @@ async def test_engines_are_named_for_whoever_asks_where_a_lease_is() -> None:
         rollout = scene.ask(8)
         await settle()
         assert by_rank(scene.engines) == [0, 1, 2]
-        assert scene.group.engines_of(8, 1) == ["rollout/0", "rollout/1"]
+        assert scene.group.engines_of(8, 1) == ["rollout/0"]
         assert scene.group.engines_of(8, 2) == []
         rollout.cancel()
