@@ -127,8 +127,8 @@ async def group(replicas: int = 1, answers: int = 1, least: int | None = None, *
     await actor
 
 
-def prompt(uid: int, attempt: int = 1) -> Prompt:
-    return Prompt(uid=uid, epoch=0, attempt=attempt, version=0, token_ids=(9,), text="")
+def prompt(uid: int, attempt: int = 1, *, tokens: int = 1) -> Prompt:
+    return Prompt(uid=uid, epoch=0, attempt=attempt, version=0, token_ids=(9,) * tokens, text="")
 
 
 def finished(request: GenerateRequest, count: int = 3, version: int = 0) -> Finished:
@@ -147,14 +147,14 @@ async def test_all_answers_to_a_prompt_come_back_in_their_order() -> None:
         rollout = scene.ask(5)
         await settle()
         requests = [request for engine in scene.engines for request in engine.added]
-        assert [len(engine.added) for engine in scene.engines] == [3, 0], "their prefix is computed once"
+        assert [len(engine.added) for engine in scene.engines] == [2, 1]
         for engine in reversed(scene.engines):
             for number, request in enumerate(reversed(engine.added)):
                 engine.say(progress(request, 1), finished(request, 3 + number))
         found = await rollout
         assert len(found.samples) == 3
         assert {request.seed for request in requests} == {answer_seed(0, 5, 1, number) for number in range(3)}
-        assert sorted(scene.books.reports)[:2] == [(5, 1, 0, 0, 1), (5, 1, 0, 0, 4)]
+        assert sorted(scene.books.reports)[:2] == [(5, 1, 0, 0, 1), (5, 1, 0, 0, 3)]
         assert scene.books.scored == [5]
 
 
@@ -245,9 +245,10 @@ async def test_an_evaluation_begins_anew_elsewhere_and_the_old_answer_is_refused
 
 
 @virtual
-async def test_prompts_are_spread_over_the_engines_and_their_answers_are_not() -> None:
+async def test_the_answers_to_a_long_prompt_go_to_one_engine_and_the_prompts_to_all() -> None:
+    """As long as the answers may become, 9 tokens: its prefix is computed once."""
     async with group(replicas=2, answers=4) as scene:
-        rollouts = [scene.ask(uid) for uid in range(6)]
+        rollouts = [asyncio.ensure_future(scene.group.sample(prompt(uid, tokens=9))) for uid in range(6)]
         await settle()
         homes = [{request.request_id.split(".")[1] for request in engine.added} for engine in scene.engines]
         assert [len(engine.added) for engine in scene.engines] == [12, 12]
@@ -257,18 +258,25 @@ async def test_prompts_are_spread_over_the_engines_and_their_answers_are_not() -
 
 
 @virtual
-async def test_the_answers_of_an_evaluation_whose_engine_is_fenced_go_to_another_one_together() -> None:
-    async with group(replicas=3) as scene:
-        evaluations = [asyncio.ensure_future(scene.group.evaluate(prompt(-1 - n), 0.0)) for n in range(3)]
+async def test_the_answers_to_a_long_prompt_go_elsewhere_while_their_engine_is_drained() -> None:
+    async with group(replicas=2, answers=2) as scene:
+        first = asyncio.ensure_future(scene.group.sample(prompt(0, tokens=9)))
         await settle()
-        first, second, third = scene.engines
-        assert [len(engine.added) for engine in scene.engines] == [1, 1, 1]
-        scene.group.fence(scene.group.replicas[0])
+        drained = asyncio.ensure_future(scene.group.drained(scene.group.replicas[0], alone=True))
         await settle()
-        assert [len(engine.added) for engine in (second, third)] == [2, 1]
-        assert second.added[1] == first.added[0]
-        for evaluation in evaluations:
-            evaluation.cancel()
+        second = asyncio.ensure_future(scene.group.sample(prompt(1, tokens=9)))
+        await settle()
+        assert [len(engine.added) for engine in scene.engines] == [2, 2]
+        for request in scene.engines[0].added:
+            scene.engines[0].say(finished(request))
+        await first
+        await drained
+        scene.group.release(scene.group.replicas[0])
+        third = asyncio.ensure_future(scene.group.sample(prompt(2, tokens=9)))
+        await settle()
+        assert [len(engine.added) for engine in scene.engines] == [4, 2]
+        for rollout in (second, third):
+            rollout.cancel()
 
 
 @virtual
@@ -387,6 +395,6 @@ async def test_engines_are_named_for_whoever_asks_where_a_lease_is() -> None:
         rollout = scene.ask(8)
         await settle()
         assert by_rank(scene.engines) == [0, 1, 2]
-        assert scene.group.engines_of(8, 1) == ["rollout/0"]
+        assert scene.group.engines_of(8, 1) == ["rollout/0", "rollout/1"]
         assert scene.group.engines_of(8, 2) == []
         rollout.cancel()
