@@ -78,7 +78,7 @@ def test_N14_tensors_smaller_and_larger_than_a_bucket_share_it_or_have_one_of_th
     assert all(same_bytes(received[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_N14_every_receiver_on_another_node_gets_every_byte_although_one_of_them_is_killed(
     ray_here: str, ray_cluster: Any
 ) -> None:
