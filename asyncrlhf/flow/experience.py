@@ -45,3 +45,4 @@ class ExperienceQueue(Generic[T]):
             batch = build_batch(popped, self._gate.ledger.rules.max_staleness)
             self._emit(popped_event(popped, batch, self._gate.ledger.rules.max_staleness))
             yield batch
+            del popped, batch  # what it refers to need not wait for the next one

@@ -1,7 +1,8 @@
 """RolloutGroup: engines that answer prompts, share the newest committed weights, and are fenced when they fail.
 
 `sample` waits for all answers to one prompt. The engines queue what they cannot decode yet; a new request goes to the
-serving engine with the fewest answers outstanding.
+serving engine with the fewest answers outstanding. Answers to a prompt that is as long as they may become go to one
+engine together, which computes their common prefix once.
 """
 
 from __future__ import annotations
@@ -231,16 +232,18 @@ class RolloutGroup(Group):
             )
 
     def _dispatch(self, requests: list[GenerateRequest]) -> None:
-        """To the serving engine with the fewest answers outstanding, one that leaves an abort unanswered last; kept
-        while there is none or all are drained."""
+        """To the serving engine with the fewest answers outstanding, one that leaves an abort unanswered last, or where
+        others of their long prompt are; kept while there is none or all are drained."""
         serving = [replica for replica in self.replicas if replica.serving and not replica.draining]
         if self._held or not serving:
             self._held_back += requests
             return
         batches: dict[str, list[GenerateRequest]] = {}
         for request in requests:
-            if request.request_id in self._tasks:
+            if (task := self._tasks.get(request.request_id)) is not None:
                 replica = min(serving, key=lambda r: (r.aborting > 0, len(r.requests)))
+                if len(request.prompt_token_ids) >= request.max_tokens:
+                    replica = next((r for r in serving if r.requests.keys() & task.answers.keys()), replica)
                 replica.requests[request.request_id] = request
                 batches.setdefault(replica.key, []).append(request)
         for replica in serving:

@@ -55,6 +55,7 @@ class EngineActor:
             print(f"process {os.getpid()} on {platform.node()}", flush=True)
         with contextlib.suppress(Exception):
             faulthandler.enable()
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # engines wait for objects, but in a thread of their own
         self._loop = asyncio.get_event_loop()
         self._commands: Commands = Commands()
         self._next, self._early = 0, dict[int, Command]()

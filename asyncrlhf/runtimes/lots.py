@@ -25,6 +25,8 @@ __all__ = ("RayLot", "Shelf", "claim")
 
 TIMEOUT = 300.0
 """Seconds that lots may take to arrive."""
+TOKEN_BYTES = 8
+"""Of a token id (int32) and its log-prob (float32)."""
 
 
 class RayLot:
@@ -93,10 +95,10 @@ class Shelf:
         return lot
 
     def _sample(self, sample: Sample, lots: list[RayLot]) -> Sample:
-        ids, logprobs = np.asarray(sample.token_ids, np.int32), np.asarray(sample.logprobs, np.float32)
-        count = len(ids)
-        if ids.nbytes + logprobs.nbytes <= self._inline_bytes or not count:
+        count = len(sample.token_ids)
+        if TOKEN_BYTES * count <= self._inline_bytes:
             return sample
+        ids, logprobs = np.asarray(sample.token_ids, np.int32), np.asarray(sample.logprobs, np.float32)
         lot = self._put([ids, logprobs], lots)
         stored = Stored(lot, 1, count, total=sum(sample.logprobs))
         return replace(sample, token_ids=cast("Any", Stored(lot, 0, count, total=int(ids.sum()))), logprobs=stored)

@@ -94,6 +94,7 @@ async def test_L12_answers_outlive_the_sampler_that_gave_them(ray_here: str, tmp
         again = await reader.call("scores", batch_of(samples).with_columns(more=column_of("token", rows)))
         assert again == [3.0 * TOKENS + 1] * 2
         assert rows[0][5] == 5.0
+        assert "blocking" not in (tmp_path / "reference-0.log").read_text()
         assert (samples[0].token_ids[-1], samples[0].logprobs[0]) == (TOKENS - 1, -0.5)
 
 
@@ -106,8 +107,8 @@ async def test_columns_are_lost_with_their_machine_and_the_engine_that_wants_the
     from asyncrlhf.runtimes.actor import EngineActor
     from asyncrlhf.runtimes.ray import ActorEngine
 
-    node = ray_cluster.add_node(num_cpus=1, resources={"other machine": 1})
     async with engines(tmp_path) as (_, reader, samples):
+        node = ray_cluster.add_node(num_cpus=1, resources={"other machine": 1})
         kind: Any = ray.remote(EngineActor)
         actor = kind.options(num_cpus=0, resources={"other machine": 1}, max_concurrency=10).remote(
             "tests.integration.long_answers", os.getcwd(), sys.path, ""

@@ -78,6 +78,54 @@ def test_N14_tensors_smaller_and_larger_than_a_bucket_share_it_or_have_one_of_th
     assert all(same_bytes(received[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.timeout(180)
+def test_N14_every_receiver_on_another_node_gets_every_byte_although_one_of_them_is_killed(
+    ray_here: str, ray_cluster: Any
+) -> None:
+    """L7: each brings the buckets for itself, so nobody waits for one that is gone."""
+    import ray
+
+    from asyncrlhf.weights.checksum import checksum
+    from asyncrlhf.weights.objects import ObjectTransfer
+
+    node = ray_cluster.add_node(num_cpus=1, resources={"other node": 3})
+    try:
+        kind: Any = ray.remote(Receiver)
+        options = {"num_cpus": 0, "resources": {"other node": 1}}
+        receivers = [kind.options(**options).remote() for _ in range(3)]
+        assert {ray.get(r.node.remote()) for r in receivers} == {node.node_id}
+        weights = tensors(3)
+        payload = ObjectTransfer(4096).send(0, weights)
+        assert all(ray.get([r.begin.remote(payload) for r in receivers]))
+        ray.kill(receivers[0])
+        sums = ray.get([r.finish.remote() for r in receivers[1:]], timeout=60)
+        assert sums == [checksum(weights)] * 2
+    finally:
+        ray_cluster.remove_node(node)
+
+
+class Receiver:
+    """Receives some of the weights, and the others when it is told to."""
+
+    def node(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    def begin(self, payload: Any) -> bool:
+        from asyncrlhf.weights.objects import ObjectTransfer
+
+        self.reading = ObjectTransfer().receive(payload)
+        self.received = dict([next(self.reading)])
+        return bool(self.received)
+
+    def finish(self) -> int:
+        from asyncrlhf.weights.checksum import checksum
+
+        self.received |= {name: tensor.clone() for name, tensor in self.reading}
+        return checksum(self.received)
+
+
 def test_receiving_copies_nothing(ray_here: None) -> None:
     """Every receiver of one node reads the same memory, at addresses that suit every type."""
     from asyncrlhf.weights.objects import ObjectTransfer

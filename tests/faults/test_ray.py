@@ -13,7 +13,7 @@ from tests.faults import scene
 from tests.faults.forks import Child, Forks
 from tests.faults.test_local import DATA, LOCAL, PATIENCE, alive, wait_for
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(360)
 RAY = LOCAL.replace('runtime = "local"', 'runtime = "ray"')
 
 
@@ -55,7 +55,8 @@ def left() -> set[str]:
 def test_L12_every_actor_is_killed_once_and_every_prompt_is_trained_once(forks: Forks, tmp_path: Path) -> None:
     """Answers and log-probs go by reference."""
     before = left()
-    text = DATA.replace('runtime = "local"', 'runtime = "ray"') + "\n[ray]\ninline_bytes = 0\n"
+    text = DATA.replace('runtime = "local"', 'runtime = "ray"').replace("stall_timeout = 30.0", "stall_timeout = 120.0")
+    text += "[ray]\ninline_bytes = 0\n"
     name, run = scene.write(tmp_path, text), tmp_path / "run"
     child = forks.start(tmp_path, name)
     for step, engine in ((1, "rollout/0"), (4, "reference/0"), (7, "reward/0"), (11, "policy/0")):

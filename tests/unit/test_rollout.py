@@ -127,8 +127,8 @@ async def group(replicas: int = 1, answers: int = 1, least: int | None = None, *
     await actor
 
 
-def prompt(uid: int, attempt: int = 1) -> Prompt:
-    return Prompt(uid=uid, epoch=0, attempt=attempt, version=0, token_ids=(9,), text="")
+def prompt(uid: int, attempt: int = 1, *, tokens: int = 1) -> Prompt:
+    return Prompt(uid=uid, epoch=0, attempt=attempt, version=0, token_ids=(9,) * tokens, text="")
 
 
 def finished(request: GenerateRequest, count: int = 3, version: int = 0) -> Finished:
@@ -242,6 +242,41 @@ async def test_an_evaluation_begins_anew_elsewhere_and_the_old_answer_is_refused
         assert len((await evaluation).samples[0].token_ids) == 6
         assert scene.group.evaluation_tokens == 6
         assert scene.books.reports == []
+
+
+@virtual
+async def test_the_answers_to_a_long_prompt_go_to_one_engine_and_the_prompts_to_all() -> None:
+    """As long as the answers may become, 9 tokens: its prefix is computed once."""
+    async with group(replicas=2, answers=4) as scene:
+        rollouts = [asyncio.ensure_future(scene.group.sample(prompt(uid, tokens=9))) for uid in range(6)]
+        await settle()
+        homes = [{request.request_id.split(".")[1] for request in engine.added} for engine in scene.engines]
+        assert [len(engine.added) for engine in scene.engines] == [12, 12]
+        assert not homes[0] & homes[1]
+        for rollout in rollouts:
+            rollout.cancel()
+
+
+@virtual
+async def test_the_answers_to_a_long_prompt_go_elsewhere_while_their_engine_is_drained() -> None:
+    async with group(replicas=2, answers=2) as scene:
+        first = asyncio.ensure_future(scene.group.sample(prompt(0, tokens=9)))
+        await settle()
+        drained = asyncio.ensure_future(scene.group.drained(scene.group.replicas[0], alone=True))
+        await settle()
+        second = asyncio.ensure_future(scene.group.sample(prompt(1, tokens=9)))
+        await settle()
+        assert [len(engine.added) for engine in scene.engines] == [2, 2]
+        for request in scene.engines[0].added:
+            scene.engines[0].say(finished(request))
+        await first
+        await drained
+        scene.group.release(scene.group.replicas[0])
+        third = asyncio.ensure_future(scene.group.sample(prompt(2, tokens=9)))
+        await settle()
+        assert [len(engine.added) for engine in scene.engines] == [4, 2]
+        for rollout in (second, third):
+            rollout.cancel()
 
 
 @virtual
