@@ -201,7 +201,7 @@ def _pool_shares(busy: BusyShares, seconds: float, exposed: float, popped: Poppe
         return min(1.0, of / seconds) if seconds > 0 else 0.0
 
     return {
-        "wait/generate": 1.0 - busy.generate,
+        "wait/generate": busy.idle,
         "sync/generate": busy.swap,
         "wait/train": share(waited),
         "sync/train": share(exposed),
