@@ -16,6 +16,7 @@ import msgspec
 
 from asyncrlhf.errors import AsyncRLHFError, DataLost, LeaseLost, SampleError, Stalled
 from asyncrlhf.flow.gate import Gate
+from asyncrlhf.flow.holding import oldest
 
 __all__ = ("Algorithm", "Stage", "cause_of", "gather", "run_algorithm", "state_numbers")
 
@@ -107,19 +108,20 @@ async def run_algorithm(
     finish: Stage,
     close: Sequence[Callable[[], None]],
     stall_timeout: float,
+    waits: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Run until `train` returns, then end the workers and services.
 
     `services` (group actors, coordinator) run beside it; `start` commits the first weights before any lease is
-    granted; `finish` awaits what is still under way when training is over; `close` ends the services. Raises what
-    ended the run: a RunEnded, a GroupError, or the error of `train`.
+    granted; `finish` awaits what is still under way when training is over; `close` ends the services; `waits` says, a
+    line each, who waits for whom. Raises what ended the run: a RunEnded, a GroupError, or the error of `train`.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(_service(service), name=_name(service)) for service in services]
             callbacks = tasks.create_task(_watch_callbacks(), name="callback watch")
             await start()
-            watch = tasks.create_task(_watch(gate, stall_timeout), name="stall watch")
+            watch = tasks.create_task(_watch(gate, stall_timeout, waits), name="stall watch")
             pool = [
                 tasks.create_task(_work(stage, gate), name=f"{_name(stage)}-{number}")
                 for stage in (algorithm.generate, *algorithm.stages())
@@ -198,8 +200,9 @@ async def _service(service: Stage) -> None:
     await service()
 
 
-async def _watch(gate: Gate, stall_timeout: float) -> None:
-    """Raises Stalled when the trainer waits and nothing has moved for `stall_timeout` seconds."""
+async def _watch(gate: Gate, stall_timeout: float, waits: Callable[[], Sequence[str]]) -> None:
+    """Raises Stalled when the trainer waits and nothing has moved for `stall_timeout` seconds; it says who waits for
+    whom."""
     loop = asyncio.get_running_loop()
     while True:
         since = gate.trainer_waits_since
@@ -207,7 +210,7 @@ async def _watch(gate: Gate, stall_timeout: float) -> None:
         if quiet >= stall_timeout:
             raise Stalled(
                 f"train step {gate.ledger.step} waits, and nothing has moved for {quiet:.0f} s "
-                f"(limits.stall_timeout = {stall_timeout:g} s); {gate.oldest()}"
+                + "\n".join([f"(limits.stall_timeout = {stall_timeout:g} s); {oldest(gate.unfinished())}", *waits()])
             )
         await asyncio.sleep(stall_timeout - quiet)
 

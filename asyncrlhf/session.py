@@ -24,6 +24,7 @@ from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.control.evaluation import Evaluator
 from asyncrlhf.control.rundir import ITS_OWN_END, Resume
 from asyncrlhf.control.signals import StopSignals
+from asyncrlhf.control.waits import waits_of
 from asyncrlhf.errors import (
     AsyncRLHFError,
     CheckpointError,
@@ -42,7 +43,7 @@ from asyncrlhf.groups import RewardGroup, RolloutGroup, TrainGroup
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import Prompt, pack, unpack
 from asyncrlhf.models import Models
-from asyncrlhf.observe import Checkpointed, GroupShape, Observer, RunEnded, RunStarted, Warned
+from asyncrlhf.observe import Checkpointed, GroupShape, Observer, RunEnded, RunStarted, WaitsSeen, Warned
 from asyncrlhf.stages import Stage
 
 __all__ = ("Session",)
@@ -94,7 +95,8 @@ class Session:
             except BaseException:
                 self.observer.close()
                 raise
-            ended = await self._run(resumed)
+            with self.signals.reporting(lambda: loop.call_soon_threadsafe(self._say_waits)):
+                ended = await self._run(resumed)
             if isinstance(ended, str):
                 self.observer.close()
                 return ended
@@ -291,9 +293,8 @@ class Session:
 
     # ---- running -------------------------------------------------------------------------------------------------
     async def _train(self) -> None:
-        queues = [value for value in vars(self.algorithm).values() if isinstance(value, StageQueue)]
         closes: list[Callable[[], None]] = [self.coordinator.close]
-        closes += [group.close for group in self.groups.values()] + [queue.close for queue in queues]
+        closes += [group.close for group in self.groups.values()] + [queue.close for queue in self._queues()]
         await run_algorithm(
             self.algorithm,
             self.gate,
@@ -303,7 +304,22 @@ class Session:
             finish=self.coordinator.finish,
             close=closes,
             stall_timeout=self.config.limits.stall_timeout,
+            waits=self._waits,
         )
+
+    def _queues(self) -> list[StageQueue[Any]]:
+        return [value for value in vars(self.algorithm).values() if isinstance(value, StageQueue)]
+
+    def _waits(self) -> list[str]:
+        """Who waits for whom, a line each."""
+        now = asyncio.get_running_loop().time()
+        return waits_of(self.gate, self.coordinator, self.groups, self._queues(), self.runtime.in_flight(), now)
+
+    def _say_waits(self) -> None:
+        """To standard error and to the event log."""
+        lines = self._waits()
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        self.observer.emit(WaitsSeen(lines=tuple(lines)))
 
     async def _after_step(self, version: int) -> None:
         if self.config.checkpoint.every and version % self.config.checkpoint.every == 0:

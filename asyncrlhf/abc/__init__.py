@@ -7,6 +7,7 @@ from asyncrlhf.abc.engine import ScoreEngine as ScoreEngine
 from asyncrlhf.abc.engine import TrainEngine as TrainEngine
 from asyncrlhf.abc.runtime import EngineHandle as EngineHandle
 from asyncrlhf.abc.runtime import EngineSpec as EngineSpec
+from asyncrlhf.abc.runtime import InFlight as InFlight
 from asyncrlhf.abc.runtime import Needs as Needs
 from asyncrlhf.abc.runtime import OnEvents as OnEvents
 from asyncrlhf.abc.runtime import Place as Place

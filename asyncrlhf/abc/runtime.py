@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from asyncrlhf.messages import EngineEvent, Message
 
-__all__ = ("EngineHandle", "EngineSpec", "Needs", "OnEvents", "Place", "Runtime")
+__all__ = ("EngineHandle", "EngineSpec", "InFlight", "Needs", "OnEvents", "Place", "Runtime")
 
 
 class Needs(Message, frozen=True, kw_only=True):
@@ -60,6 +60,15 @@ OnEvents = Callable[[Sequence[EngineEvent]], None]
 """Called on the event loop with what an engine reports, in order."""
 
 
+class InFlight(NamedTuple):
+    """A call that an engine has not answered. Example: InFlight("policy/0", "step", 1234.5)."""
+
+    engine: str
+    verb: str
+    since: float
+    """Time of the event loop."""
+
+
 class EngineHandle(Protocol):
     """A live engine, somewhere. After `close`, or once the engine has failed, every call raises GroupError."""
 
@@ -94,6 +103,10 @@ class Runtime(Protocol):
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
         """Build the engine and wait until it can be called. Raises GroupError with the original traceback."""
+        ...
+
+    def in_flight(self) -> list[InFlight]:
+        """The calls that have not been answered yet."""
         ...
 
     async def close(self) -> None:

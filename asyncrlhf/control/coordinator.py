@@ -8,7 +8,8 @@ at once or one after another. An engine that fails or is late is fenced, restart
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from msgspec.structs import replace
@@ -51,6 +52,8 @@ class Coordinator:
         0: it is not asked. `after_step(version)` is awaited at each boundary. `state`: the numbers in the algorithm's
         state, reported then."""
         self.publish_count = 0
+        self.waits: dict[tuple[str, str], float] = {}
+        """(whom, for what) a publish waits beside its calls to engines -> loop time since when."""
         self._gate, self._trained, self._followers = gate, trained, followers
         self._emit, self._elapsed = log.emit, log.elapsed
         self._rolling = rolling
@@ -141,7 +144,8 @@ class Coordinator:
         began = self._elapsed()
         if self._gate.ledger.due():
             if self._evaluator is not None:
-                await self._evaluator.hold()
+                with self._waiting("the evaluation", "at most evaluation.max_hold"):
+                    await self._evaluator.hold()
             await self._move(began)
         version = self.version
         self._end_step(training.step, void=False, reason="")
@@ -167,7 +171,8 @@ class Coordinator:
                         await self._side_by_side("commit")
                     while not self._members.serving:
                         self._joined.clear()
-                        await self._joined.wait()
+                        with self._waiting("a rollout engine", "that serves"):
+                            await self._joined.wait()
             finally:
                 if self._mode == "drain":
                     for follower in self._followers:
@@ -186,6 +191,14 @@ class Coordinator:
             )
         )
         self._gate.publish(self._members.published if self._followers else version)
+
+    @contextmanager
+    def _waiting(self, whom: str, what: str) -> Generator[None]:
+        self.waits[whom, what] = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self.waits.pop((whom, what), None)
 
     async def _export(self, version: int) -> list[WeightHandle]:
         """The weights of every group that somebody follows."""
@@ -218,8 +231,9 @@ class Coordinator:
         weights = self._weights[follower.follows]
         try:
             if phase == "commit" and self._mode == "drain":
-                # as long as its answers take; a lost one ends at its lease's time-out
-                await follower.drained(replica, alone=self._rolling)
+                with self._waiting(replica.key, 'its answers, publish.mode = "drain"'):
+                    # a lost answer ends at its lease's time-out
+                    await follower.drained(replica, alone=self._rolling)
             async with asyncio.timeout(self._timeout):
                 if phase == "prepare":
                     await follower.prepare(replica, weights)

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM. The first one asks the run to stop; a second one ends the process at once.
+"""Ctrl-C and SIGTERM. The first one asks the run to stop; a second one ends the process at once. SIGUSR1 asks who waits
+for whom, and changes nothing.
 
 Handlers run between two bytecodes of the main thread, so that they work also while the event loop is blocked.
 """
@@ -28,6 +29,7 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._ask: Callable[[], None] | None = None
         self._last_words: Callable[[], None] | None = None
+        self._report: Callable[[], None] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -36,15 +38,16 @@ class StopSignals:
 
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
-        """Handle both signals inside; outside the main thread they are somebody else's."""
+        """Handle the signals inside; outside the main thread they are somebody else's."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = [signal.signal(number, self._handle) for number in NUMBERS]
+        handlers = {**dict.fromkeys(NUMBERS, self._handle), signal.SIGUSR1: self._handle_report}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
-            for number, handler in zip(NUMBERS, before, strict=True):
+            for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextlib.contextmanager
@@ -59,6 +62,22 @@ class StopSignals:
             yield
         finally:
             self._ask, self._last_words = before
+
+    @contextlib.contextmanager
+    def reporting(self, report: Callable[[], None]) -> Generator[None]:
+        """Inside, SIGUSR1 calls `report`."""
+        self._report = report
+        try:
+            yield
+        finally:
+            self._report = None
+
+    def _handle_report(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if self._report is None:
+            _say("SIGUSR1: no engine is at work yet, or any more")
+        else:
+            self._report()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -19,7 +19,7 @@ from asyncrlhf.flow.ending import describe, end_error
 from asyncrlhf.flow.holding import Holder as Holder
 from asyncrlhf.flow.holding import Popped as Popped
 from asyncrlhf.flow.holding import PromptRows as PromptRows
-from asyncrlhf.flow.holding import byte_count
+from asyncrlhf.flow.holding import Unfinished, byte_count, unfinished
 from asyncrlhf.flow.ledger import Lease, Ledger
 from asyncrlhf.flow.silence import Silence
 from asyncrlhf.messages import Experience, Prompt
@@ -82,6 +82,14 @@ class Gate:
         """Loop time since when the trainer waits, for a batch or for engines to publish to; None while it does not."""
         return self._trainer_since
 
+    def pops(self) -> bool:
+        """Whether the trainer waits for a batch."""
+        return self._trainer is not None
+
+    def waiting_workers(self) -> int:
+        """Workers that wait for a lease."""
+        return sum(not waiter.done() for waiter in self._waiters)
+
     @contextmanager
     def trainer_waits(self) -> Generator[None]:
         """Within this the trainer waits for others, and a run in which nothing moves is stalled."""
@@ -96,15 +104,9 @@ class Gate:
         lease = self.ledger.live.get(prompt.uid)
         return lease is not None and lease.attempt == prompt.attempt and lease.state != "ready"
 
-    def oldest(self) -> str:
-        """The oldest live lease in words, for messages about runs that do not move."""
-        if not self._granted_at:
-            return "no lease is live"
-        uid = min(self._granted_at, key=self._granted_at.__getitem__)
-        lease = self.ledger.live[uid]
-        age, where = self._loop.time() - self._granted_at[uid], self.whereabouts(uid, lease.attempt)
-        state = f"attempt {lease.attempt}, {lease.state}{where and ' at '}{where}"
-        return f"the oldest lease is uid {uid} ({state}), granted {age:.1f} s ago"
+    def unfinished(self) -> list[Unfinished]:
+        """The live leases that are not ready, the oldest first."""
+        return unfinished(self._granted_at, self.ledger.live, self.whereabouts, self._loop.time())
 
     # ---- workers -----------------------------------------------------------------------------------------------
     async def next_prompt(self, holder: Holder) -> Prompt | None:

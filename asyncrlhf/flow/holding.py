@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from asyncrlhf.flow.ledger import Batch
+from asyncrlhf.flow.ledger import Batch, Lease
 from asyncrlhf.messages import Experience, Prompt
 
-__all__ = ("Holder", "Popped", "PromptRows", "byte_count")
+__all__ = ("Holder", "Popped", "PromptRows", "Unfinished", "byte_count", "oldest", "unfinished")
 
 
 class PromptRows(Protocol):
@@ -43,6 +44,36 @@ class Popped(NamedTuple):
     batch: Batch
     experiences: list[Experience]
     waited: float
+
+
+class Unfinished(NamedTuple):
+    """A live lease that is not ready: granted `seconds` ago, its answers at `where` ("": at no engine)."""
+
+    uid: int
+    attempt: int
+    state: str
+    seconds: float
+    where: str
+
+
+def unfinished(
+    granted: Mapping[int, float], live: Mapping[int, Lease], where: Callable[[int, int], str], now: float
+) -> list[Unfinished]:
+    """The leases in `granted` (uid -> time), the oldest first."""
+    found: list[Unfinished] = []
+    for uid, at in sorted(granted.items(), key=lambda item: item[1]):
+        attempt = live[uid].attempt
+        found.append(Unfinished(uid, attempt, live[uid].state, now - at, where(uid, attempt)))
+    return found
+
+
+def oldest(leases: Sequence[Unfinished]) -> str:
+    """The first of them in words, for messages about runs that do not move."""
+    if not leases:
+        return "no lease is live"
+    uid, attempt, state, seconds, where = leases[0]
+    whose = f"uid {uid} (attempt {attempt}, {state}{where and ' at '}{where})"
+    return f"the oldest lease is {whose}, granted {seconds:.1f} s ago"
 
 
 def byte_count(experience: Experience) -> int:

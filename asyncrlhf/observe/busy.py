@@ -64,6 +64,8 @@ class BusyShares:
     """Groups that take optimizer steps."""
     swap: float
     """The part of `generate` that is not generation."""
+    idle: float
+    """What is left of the rollout groups' time; 0 where there are none."""
 
 
 class BusyMeter:
@@ -121,9 +123,11 @@ class BusyMeter:
         def share(value: float, count: int) -> float:
             return min(1.0, value / (count * seconds)) if count and seconds > 0 else 0.0
 
+        generate = share(busy["generate"], ranks["generate"])
         return BusyShares(
             groups,
-            generate=share(busy["generate"], ranks["generate"]),
+            generate=generate,
+            idle=1.0 - generate if ranks["generate"] else 0.0,
             train=share(busy["train"], ranks["train"]),
             swap=share(swaps, ranks["generate"]),
         )

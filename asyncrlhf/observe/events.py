@@ -35,6 +35,7 @@ __all__ = (
     "Scored",
     "Settled",
     "StepEnded",
+    "WaitsSeen",
     "Warned",
     "decode_event",
     "encode_json",
@@ -268,6 +269,12 @@ class Warned(Event, frozen=True):
     message: str
 
 
+class WaitsSeen(Event, frozen=True):
+    """Who waited for whom when SIGUSR1 asked, a line each."""
+
+    lines: tuple[str, ...]
+
+
 class RunEnded(Event, frozen=True):
     """The last event of a run. `reason` is the class name of what ended it, `message` says it in words."""
 
@@ -295,6 +302,7 @@ AnyEvent = (
     | Checkpointed
     | EvaluationStarted
     | Evaluated
+    | WaitsSeen
     | Warned
     | RunEnded
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Protocol
 
-from asyncrlhf.observe.busy import BusyMeter
+from asyncrlhf.observe.busy import BusyMeter, BusyShares
 from asyncrlhf.observe.events import (
     Checkpointed,
     EngineBusy,
@@ -47,7 +47,9 @@ class Metrics:
     """View: one row per train step that was not void, in metrics.jsonl and to the row views.
 
     All times are in seconds. `time/step` is the length of the step, `time/void` what void attempts before it took.
-    `busy/<group>` is in seconds (mean over its engines), `busy/generate` and `busy/train` are shares of `time/step`.
+    `busy/<group>` is in seconds (mean over its engines), `busy/generate` and `busy/train` are shares of `time/step`,
+    and so are what else the two pools did: `wait/generate` and `wait/train` (nothing; for a batch), `sync/generate`
+    (taking weights, a part of its busy share) and `sync/train` (publishing them).
     For a reward function (backend "rules") it is 0: its calls mostly wait, and what they compute is not measured; a run
     that waits for rewards shows in `leases/scoring`.
     `tokens/*`, `leases/*`, `staleness/expired`, `staleness/dropped` (leases), `optimizer_steps`, `rejected_steps`
@@ -166,7 +168,7 @@ class Metrics:
             **{f"busy/{group}": seconds for group, seconds in busy.groups.items()},
             "busy/generate": busy.generate,
             "busy/train": busy.train,
-            "sync/generate": busy.swap,
+            **_pool_shares(busy, event.seconds, self._times["time/exposed_sync"], self._popped),
             **{f"tokens/{kind}": count for kind, count in event.tokens.items()},
             **{f"leases/{state}": count for state, count in event.leases.items()},
             **_metric_cells(self._steps, self._busy.policy()),
@@ -189,6 +191,21 @@ class Metrics:
     @staticmethod
     def _no_times() -> dict[str, float]:
         return dict.fromkeys(("time/void", "time/publish", "time/exposed_sync", "time/checkpoint"), 0.0)
+
+
+def _pool_shares(busy: BusyShares, seconds: float, exposed: float, popped: Popped | None) -> dict[str, Cell]:
+    """What the pools did beside their work: nothing, or moving weights. Shares of the step, beside busy/*."""
+    waited = 0.0 if popped is None else popped.waited
+
+    def share(of: float) -> float:
+        return min(1.0, of / seconds) if seconds > 0 else 0.0
+
+    return {
+        "wait/generate": busy.idle,
+        "sync/generate": busy.swap,
+        "wait/train": share(waited),
+        "sync/train": share(exposed),
+    }
 
 
 def _popped_cells(popped: Popped | None) -> dict[str, Cell]:

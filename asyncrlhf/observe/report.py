@@ -28,8 +28,8 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
         f"staleness   lag {short(staleness['mean_token_lag'])} mean, {short(staleness['max_token_lag'])} max, bound "
         f"{short(staleness['bound'])}; over age {percent(staleness['masked_fraction'])}, expired "
         f"{percent(staleness['expired_fraction'])}; lags {_histogram(staleness['histograms']['token'])}",
-        f"busy        generate {percent(busy['generate'])} (sync {percent(shares['generate']['sync'])}), train "
-        f"{percent(busy['train'])} (waits {percent(shares['train']['wait'])}, sync {percent(shares['train']['sync'])})",
+        f"busy        {_generation(busy, shares)}train {percent(busy['train'])} (waits "
+        f"{percent(shares['train']['wait'])}, sync {percent(shares['train']['sync'])})",
         f"overlap     {percent(summary['overlap_efficiency'])} efficient, exposed sync "
         f"{short(summary['exposed_sync_s'])} s a step, speed-up bound {short(summary['speedup_bound'])}x",
     ]
@@ -53,6 +53,14 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
         trace = ", trace.json (ui.perfetto.dev)" if (directory / "trace.json").exists() else ""
         lines.append(f"files       {directory}: summary.json, metrics.jsonl, events.jsonl{trace}")
     return lines
+
+
+def _generation(busy: Mapping[str, Any], shares: Mapping[str, Any]) -> str:
+    """Nothing where nothing is generated."""
+    if not busy["generate"]:
+        return ""
+    wait, sync = shares["generate"]["wait"], shares["generate"]["sync"]
+    return f"generate {percent(busy['generate'])} (waits {percent(wait)}, sync {percent(sync)}), "
 
 
 def _change(means: Mapping[str, Any]) -> str:

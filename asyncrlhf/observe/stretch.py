@@ -62,7 +62,8 @@ class Stretch:
 
 
 def progress_line(stretch: Stretch, started: RunStarted | None) -> str:
-    """Example: "step 40/200  reward 0.61  lag 0.9/2  over age 1.2%  gen 83% train 91%  1.9 steps/s".
+    """Example: "step 40/200  reward 0.61  lag 0.9/2  over age 1.2%  gen 83% (sync 2%)  train 91% (waits 3%, sync 1%)
+    1.9 steps/s", in one line.
 
     `lag` is the mean token lag of the trained tokens over the bound. Means are over the steps since the last line.
     """
@@ -72,7 +73,9 @@ def progress_line(stretch: Stretch, started: RunStarted | None) -> str:
         learning(stretch, started),
         f"lag {fixed(stretch.mean('staleness/token_lag_mean'), 1)}/{'-' if bound is None else bound}",
         f"over age {percent(stretch.mean('staleness/masked_fraction'))}",
-        f"gen {percent(stretch.share('busy/generate'), 0)} train {percent(stretch.share('busy/train'), 0)}",
+        f"gen {percent(stretch.share('busy/generate'), 0)} (sync {percent(stretch.share('sync/generate'), 0)})",
+        f"train {percent(stretch.share('busy/train'), 0)} (waits {percent(stretch.share('wait/train'), 0)}, "
+        f"sync {percent(stretch.share('sync/train'), 0)})",
         f"{rate(stretch.steps_per_second())} steps/s",
     ]
     return "  ".join(parts)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from asyncrlhf.abc import EngineSpec, OnEvents
+from asyncrlhf.abc import EngineSpec, InFlight, OnEvents
 from asyncrlhf.errors import AsyncRLHFError, ConfigError, EngineLost, GroupError, SampleError
 from asyncrlhf.messages import EngineEvent, Failed
 
@@ -21,6 +21,7 @@ class Calls:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._spec, self._on_events = spec, on_events
         self._open: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, InFlight] = {}
         self._numbers = itertools.count()
         self._failure: AsyncRLHFError | None = None
 
@@ -32,14 +33,24 @@ class Calls:
     def ended(self) -> bool:
         return self._failure is not None
 
-    def open(self) -> tuple[int, asyncio.Future[Any]]:
+    def open(self, verb: str) -> tuple[int, asyncio.Future[Any]]:
         """A new call's key and reply. Raises GroupError when the engine has ended."""
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
-        key, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        key, reply = next(self._numbers), loop.create_future()
         self._open[key] = reply
-        reply.add_done_callback(lambda _: self._open.pop(key, None))
+        self._asked[key] = InFlight(f"{self._spec.group}/{self._spec.rank}", verb, loop.time())
+
+        def forget(_: object) -> None:
+            del self._open[key], self._asked[key]
+
+        reply.add_done_callback(forget)
         return key, reply
+
+    def in_flight(self) -> list[InFlight]:
+        """The calls that have not been answered yet."""
+        return list(self._asked.values())
 
     def built(self) -> None:
         if not self.ready.done():

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, OnEvents, Place
+from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, InFlight, OnEvents, Place
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.messages import EngineEvent
 from asyncrlhf.runtimes.handle import Calls, started
@@ -41,6 +41,9 @@ class InprocRuntime:
         await started(engine, self._engines)
         return engine
 
+    def in_flight(self) -> list[InFlight]:
+        return [call for engine in self._engines for call in engine.calls.in_flight()]
+
     async def close(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for engine in self._engines:
@@ -69,7 +72,7 @@ class ThreadEngine:
         await self.calls.ready
 
     async def call(self, verb: str, *arguments: Any) -> Any:
-        key, reply = self.calls.open()
+        key, reply = self.calls.open(verb)
         self._commands.put(Call(key, verb, arguments))
         try:
             return await reply

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
+from asyncrlhf.abc import EngineHandle, EngineSpec, InFlight, OnEvents, Place
 from asyncrlhf.errors import EngineLost, SampleError
 from asyncrlhf.runtimes.frames import LENGTH, Header, decode, encode, header_length, read_header
 from asyncrlhf.runtimes.handle import Calls, started, unsendable
@@ -59,6 +59,9 @@ class LocalRuntime:
         self._engines.append(engine)
         await started(engine, self._engines)
         return engine
+
+    def in_flight(self) -> list[InFlight]:
+        return [call for engine in self._engines for call in engine.calls.in_flight()]
 
     async def close(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -158,7 +161,7 @@ class ProcessEngine:
         await self.calls.ready
 
     async def call(self, verb: str, *arguments: Any) -> Any:
-        key, reply = self.calls.open()
+        key, reply = self.calls.open(verb)
         try:
             await self._send(self._encoded(key, verb, arguments))
             return await reply

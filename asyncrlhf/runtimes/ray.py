@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Place
+from asyncrlhf.abc import EngineHandle, EngineSpec, InFlight, OnEvents, Place
 from asyncrlhf.errors import ConfigError, EngineLost
 from asyncrlhf.runtimes.actor import EngineActor, Said
 from asyncrlhf.runtimes.feasible import Ask
@@ -80,6 +80,9 @@ class RayRuntime:
         self._engines.append(engine)
         await started(engine, self._engines)
         return engine
+
+    def in_flight(self) -> list[InFlight]:
+        return [call for engine in self._engines for call in engine.calls.in_flight()]
 
     async def close(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -166,7 +169,7 @@ class ActorEngine:
         await self.calls.ready
 
     async def call(self, verb: str, *arguments: Any) -> Any:
-        key, reply = self.calls.open()
+        key, reply = self.calls.open(verb)
         try:
             self._put(Call(key, verb, arguments))
         except Exception as error:  # whatever the pickling of a user's object raises

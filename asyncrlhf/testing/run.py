@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import msgspec
 from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm
 from asyncrlhf.control.checkpoint import FORMAT, Manifest
 from asyncrlhf.control.coordinator import Coordinator
+from asyncrlhf.control.waits import waits_of
 from asyncrlhf.flow.gate import Gate, Popped
 from asyncrlhf.flow.ledger import Ledger
 from asyncrlhf.flow.prompts import StageQueue
@@ -97,6 +98,7 @@ class Run(typing.Generic[A]):
                 finish=self.coordinator.finish,
                 close=closes,
                 stall_timeout=scenario.stall_timeout,
+                waits=lambda: self.waits(queues),
             )
             self.reason = self.gate.ledger.reason or ("stopped" if self.gate.stopping else "train() returned")
         except Exception as error:
@@ -107,6 +109,11 @@ class Run(typing.Generic[A]):
         if self._watch_error is not None:
             raise self._watch_error
         return self.reason
+
+    def waits(self, queues: Sequence[StageQueue[Any]] = ()) -> list[str]:
+        """Who waits for whom now, a line each."""
+        now = asyncio.get_running_loop().time()
+        return waits_of(self.gate, self.coordinator, self.groups, queues, self.runtime.in_flight(), now)
 
     async def _launch(self) -> None:
         await self.coordinator.start()

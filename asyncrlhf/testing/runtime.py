@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal
 
-from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, GenerateEngine, OnEvents, Place
+from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, GenerateEngine, InFlight, OnEvents, Place
 from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
 from asyncrlhf.messages import Busy, EngineEvent, Failed, Finished, import_object
 from asyncrlhf.runtimes.loop import RETURNS_EVENTS
@@ -86,6 +86,9 @@ class FakeRuntime:
         self.handles.append(handle)
         return handle
 
+    def in_flight(self) -> list[InFlight]:
+        return [call for handle in self.handles for call in handle.in_flight()]
+
     async def close(self) -> None:
         for handle in self.handles:
             handle.end()
@@ -131,7 +134,7 @@ class FakeHandle:
         self._runtime, self._on_events = runtime, on_events
         self._loop = asyncio.get_running_loop()
         self._commands: deque[_Command] = deque()
-        self._open: set[asyncio.Future[Any]] = set()
+        self._open: dict[asyncio.Future[Any], InFlight] = {}
         self._failure: AsyncRLHFError | None = None
         self._busy = self._closed = self._ended = False
         self._outbox: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
@@ -148,8 +151,8 @@ class FakeHandle:
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
         command = _Command(verb, arguments, self._loop.create_future())
-        self._open.add(command.reply)
-        command.reply.add_done_callback(self._open.discard)
+        self._open[command.reply] = InFlight(f"{self.spec.group}/{self.spec.rank}", verb, self._loop.time())
+        command.reply.add_done_callback(self._open.pop)
         self._inbox.append(command)
         self._arrival = max(self._arrival, self._loop.time() + self._runtime.seconds("message"))
         self._loop.call_at(self._arrival, self._arrive)
@@ -162,6 +165,9 @@ class FakeHandle:
         elif self.hung:
             self.hung = False
             self._turn()
+
+    def in_flight(self) -> list[InFlight]:
+        return list(self._open.values())
 
     def end(self) -> None:
         """Whatever is left of it stops."""

@@ -11,6 +11,7 @@ import pytest
 
 from algorithms.grpo import GRPO
 from asyncrlhf.algorithm import Algorithm
+from asyncrlhf.flow.holding import oldest
 from asyncrlhf.messages import Experience
 from asyncrlhf.observe import Event, Granted, Popped, Settled, StepEnded
 from asyncrlhf.testing import FakeSampler, Run, Saved, Scenario, VirtualClockLoop, build_run, fake_logprobs, simulate
@@ -37,7 +38,7 @@ class WatchedLoop(VirtualClockLoop):
         self.ticks += 1
         run = self.run_watched
         if run is not None and not run.crashed:
-            assert self.ticks < self._most, f"endless: {self.ticks} iterations, {run.gate.oldest()}"
+            assert self.ticks < self._most, f"endless: {self.ticks} iterations, {oldest(run.gate.unfinished())}"
             if self.ticks == self._crash_at:
                 run.crashed = True
                 raise Crash

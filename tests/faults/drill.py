@@ -1,7 +1,8 @@
 """Kill a run again and again, resume it each time, and count what was trained.
 
-`python -m tests.faults.drill --kills 20` prints a line per kill, then what the restored lineage says. By hand; the
-tests do the same with a few kills.
+`python -m tests.faults.drill --kills 20` prints a line per kill, then what the restored lineage says. With `--engines
+ray` (or `local`) not the run is killed but its engines, one after another. By hand; the tests do the same with a few
+kills.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from asyncrlhf.data.source import FiniteRows
 from asyncrlhf.data.tasks import reverse
 from asyncrlhf.observe.events import OptimizerStep
 from tests.faults import scene
+from tests.faults.actors import kill_engines
 from tests.faults.forks import Forks
 from tests.faults.tasks import terminal
 
@@ -124,12 +126,35 @@ def _size(run: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def _engines(forks: Forks, runtime: str, kills: int, seed: int) -> int:
+    """As many runs as it takes."""
+    killed: Counter[str] = Counter()
+    try:
+        while killed.total() < kills:
+            with tempfile.TemporaryDirectory() as directory:
+                left = kills - killed.total()
+                started, done = (
+                    time.perf_counter(),
+                    kill_engines(forks, Path(directory), runtime, left, seed + killed.total()),
+                )
+            assert done, "the run ends before an engine can be killed"
+            killed.update(engine for engine, _ in done)
+            print(f"killed {done} in {time.perf_counter() - started:.1f} s", flush=True)
+    finally:
+        forks.close()
+    print(f"{killed.total()} kills {dict(killed)}, every prompt trained exactly once, every token accounted for")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engines", choices=("local", "ray"), help="kill engines under this runtime")
     options = parser.parse_args()
     forks = Forks()
+    if options.engines:
+        return _engines(forks, options.engines, options.kills, options.seed)
     kills = 0
     try:
         for number in range(options.kills):

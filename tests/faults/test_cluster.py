@@ -14,7 +14,7 @@ import pytest
 from tests.faults import scene
 from tests.faults.forks import ROOT, Forks
 from tests.faults.test_local import DATA, PATIENCE
-from tests.faults.test_ray import process
+from tests.faults.test_ray import PATIENT, process
 
 pytestmark = pytest.mark.timeout(240)
 POOLS = """
@@ -73,9 +73,8 @@ def test_l11_a_pool_that_the_cluster_cannot_hold_is_refused_before_any_actor_sta
 ) -> None:
     child = forks.start(tmp_path, configured(three, tmp_path, DATA), "groups.rollout.replicas=3")
     assert child.wait() == 2
-    assert (
-        'pools.generation needs 3 cores, the 2 of 3 nodes of the cluster with pool = "generation" have 2' in child.text
-    )
+    theirs = 'the 2 of 3 nodes of the cluster with pool = "generation" have 2'
+    assert f"pools.generation needs 3 cores, {theirs}" in child.text
     assert not (tmp_path / "run").exists()
 
 
@@ -94,9 +93,7 @@ def test_ranks_lie_on_one_node_or_follow_the_nodes(three: Three) -> None:
 
 def test_a_lost_node_costs_no_prompt(three: Three, forks: Forks, tmp_path: Path) -> None:
     name, run = configured(three, tmp_path, SLOW), tmp_path / "run"
-    child = forks.start(
-        tmp_path, name, "groups.rollout.replicas=2", "limits.lease_timeout=100", "limits.stall_timeout=110"
-    )
+    child = forks.start(tmp_path, name, "groups.rollout.replicas=2", *PATIENT)
 
     def steps() -> int:
         return len(scene.rows(run)) if (run / "metrics.jsonl").exists() else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -138,6 +139,25 @@ def test_a_signal_while_a_lost_trainer_comes_back_stops_the_run(forks: Forks, tm
     said = scene.summary(run)
     assert (said["status"], said["reason"]) == ("stopped", "SIGINT")
     assert said["train_steps"] < 400
+
+
+def test_sigusr1_names_the_engine_whose_process_stands_still(forks: Forks, tmp_path: Path) -> None:
+    name, run = scene.write(tmp_path, DATA), tmp_path / "run"
+    child = forks.start(tmp_path, name, "limits.lease_timeout=100", "limits.stall_timeout=220")
+    assert child.until(lambda: (run / "metrics.jsonl").exists() and scene.rows(run), PATIENCE), child.text
+    stopped = engines(child.pid)["rollout/0"]
+    os.kill(stopped, signal.SIGSTOP)
+    said = re.compile(r"^prompt uid \d+ \(attempt 1\) waits \d+\.\d s for rollout/0$", re.MULTILINE)
+
+    def asked() -> bool:
+        child.signal(signal.SIGUSR1)
+        time.sleep(0.1)
+        return said.search(child.text) is not None
+
+    assert child.until(asked), child.text
+    os.kill(stopped, signal.SIGCONT)
+    assert child.wait(PATIENCE) == 0, child.text
+    assert scene.lineage(run).consumed == dict.fromkeys(range(80), 1)
 
 
 def test_a_full_disk_ends_a_run_with_engines_in_processes(forks: Forks, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from asyncrlhf.observe import WaitsSeen
 from tests.faults import scene
 from tests.faults.forks import Forks
 
@@ -38,6 +40,19 @@ def test_a_signal_finishes_the_train_step_and_saves_it(forks: Forks, tmp_path: P
     assert again.left == []
     assert [row["train_step"] for row in scene.rows(run)] == list(range(6))
     assert scene.lineage(run).resumed_from == [None, 1]
+
+
+def test_sigusr1_says_who_waits_for_whom_and_the_run_goes_on(forks: Forks, tmp_path: Path) -> None:
+    name, run = scene.write(tmp_path), tmp_path / "run"
+    child = forks.start(tmp_path, name, halt_at=STEP)
+    child.until((tmp_path / "halted").exists)
+    child.signal(signal.SIGUSR1)
+    child.until(lambda: re.search(r"^train step 0 waits \d+\.\d s for policy/0: step$", child.text, re.MULTILINE))
+    (tmp_path / "go").touch()
+    assert child.wait() == 0
+    assert [row["train_step"] for row in scene.rows(run)] == list(range(6))
+    (seen,) = (event for event in scene.events(run) if isinstance(event, WaitsSeen))
+    assert any(line.endswith("for policy/0: step") for line in seen.lines)
 
 
 def test_a_signal_before_a_run_has_begun_leaves_nothing(forks: Forks, tmp_path: Path) -> None:

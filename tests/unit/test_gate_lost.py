@@ -9,6 +9,7 @@ import pytest
 
 from asyncrlhf.errors import LeaseLost
 from asyncrlhf.flow.gate import Holder
+from asyncrlhf.flow.holding import oldest
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
 from asyncrlhf.messages import Prompt, Rollout
 from tests.unit.virtual import Scene, experience, settle, virtual
@@ -93,7 +94,7 @@ async def test_a_prompt_that_is_lost_and_granted_at_once_has_one_owner() -> None
     assert first.cancelled()
     assert not second.done()
     assert scene.kinds() == [("Granted", 0, 1), ("dropped(fenced)", 0, 1), ("Granted", 0, 2)]
-    assert "uid 0 (attempt 2, running), granted 0.0 s ago" in scene.gate.oldest()
+    assert "uid 0 (attempt 2, running), granted 0.0 s ago" in oldest(scene.gate.unfinished())
     owner.append(second)
     assert scene.gate.fail(second, ValueError("x"))
     assert scene.kinds("failed") == [("failed", 0, 2)]
@@ -206,16 +207,18 @@ async def test_leases_that_end_without_a_result_are_no_progress() -> None:
 async def test_the_oldest_lease_is_named_with_its_age_and_place() -> None:
     scene = Scene(B=2)
     scene.gate.publish(0)
-    assert scene.gate.oldest() == "no lease is live"
+    assert oldest(scene.gate.unfinished()) == "no lease is live"
     _, first = await leased(scene)
     await asyncio.sleep(12)
     await leased(scene)
     scene.gate.whereabouts = lambda uid, attempt: f"engine {uid}.{attempt}"
-    assert scene.gate.oldest() == ("the oldest lease is uid 0 (attempt 1, running at engine 0.1), granted 12.0 s ago")
+    assert oldest(scene.gate.unfinished()) == (
+        "the oldest lease is uid 0 (attempt 1, running at engine 0.1), granted 12.0 s ago"
+    )
     scene.gate.score(first)
-    assert "scoring" in scene.gate.oldest()
+    assert "scoring" in oldest(scene.gate.unfinished())
     scene.gate.ready(experience(first))
-    assert "uid 1" in scene.gate.oldest()
+    assert "uid 1" in oldest(scene.gate.unfinished())
 
 
 @virtual

@@ -233,7 +233,8 @@ def test_plain_console(tmp_path: Path) -> None:
     scene.step(void=True)
     scene.end()
     lines = scene.output.getvalue().splitlines()
-    step = "step 1/10  reward 0.00  lag 0.7/2  over age 6.0%  gen 90% train 60%  0.5 steps/s"
+    pools = "gen 90% (sync 10%)  train 60% (waits 25%, sync 5%)"
+    step = f"step 1/10  reward 0.00  lag 0.7/2  over age 6.0%  {pools}  0.5 steps/s"
     assert lines[:3] == [step, step.replace("1/10", "2/10").replace("0.00", "0.10"), lines[2]]
     assert lines[3] == "warning: log-prob gap 0.3 at lag 0"
     assert lines[4:9] == [f"prompt {uid} failed: no answer" for uid in range(5)]
