@@ -206,8 +206,10 @@ class VllmRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", 
 
     prefill_tokens: Positive = 8192
     """Tokens of one forward, at most; a longer prompt is computed in parts on GPUs, and goes alone on CPUs."""
+    tensor_parallel: Positive = 1
+    """Processes of an engine, each on a GPU or with `threads` of its own, that share every layer."""
     kv_cache_bytes: Count = 0
-    """Memory of an engine's KV cache; 0: on CPUs what `concurrency` answers of full length take, 4 GiB at most, on GPUs
+    """Memory of the KV cache, of each process; 0: on CPUs what `concurrency` answers of full length take, 4 GiB at most, on GPUs
     what gpu_memory_utilization leaves."""
     gpu_memory_utilization: Share = 0.9
     """Part of a GPU's memory that weights and KV cache may take together; lower it where a trainer shares the GPU."""

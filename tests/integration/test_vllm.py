@@ -218,6 +218,30 @@ def test_L10_what_vllm_does_not_serve_is_refused_at_the_start(
         host.make(make_model(tmp_path, **shape), **options)
 
 
+@pytest.mark.timeout(240)
+def test_two_processes_that_share_every_layer_answer_like_the_trainer(
+    host: VllmHost, models: list[str], modules: list[Any], handles: list[WeightHandle], tmp_path: Path
+) -> None:
+    log = Log(host.make(models[0], tensor_parallel=2))
+    requests = make_requests(12, max_tokens=16, stops=())
+    log.publish(handles[0], 0)
+    log.take(log.engine.add(requests))
+    for version in (1, 2):
+        for _ in range(4):
+            log.take(log.engine.step())
+        log.publish(handles[version], version)
+        assert handles[version].probe is not None
+        said = log.engine.probe(handles[version].probe.token_ids)
+        np.testing.assert_allclose(said, handles[version].probe.logprobs, atol=1e-5)
+    log.run([])
+    for request in requests:
+        check(modules, request, log.samples[request.request_id])
+    assert {version for s in log.samples.values() for version in s.versions()} == {0, 1, 2}
+    deeper = trainer(make_model(tmp_path, **SHAPE | {"num_hidden_layers": 3}), transport=SHARED)
+    with pytest.raises(PublishRefused, match="does not fit"):
+        log.publish(deeper.export(3), 3)
+
+
 def test_bfloat16_stays_near_the_trainer(
     host: VllmHost, models: list[str], handles: list[WeightHandle], modules: list[Any]
 ) -> None:
