@@ -20,7 +20,7 @@ from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, GenerateRequest, Sample, TrainBatch, WeightHandle
 from tests.integration.torch_sampling import Log, check
 from tests.integration.torch_scene import make_model, make_requests, trainer
-from tests.integration.vllm_host import SHARED, VllmHost
+from tests.integration.vllm_host import ENGINES_ONLY, SHARED, VllmHost
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
 BLOCK = 128
@@ -226,13 +226,13 @@ def test_two_processes_that_share_every_layer_answer_like_the_trainer(
     requests = make_requests(12, max_tokens=16, stops=())
     log.publish(handles[0], 0)
     log.take(log.engine.add(requests))
-    for version in (1, 2):
+    elsewhere = trainer(models[2], transport=ENGINES_ONLY)
+    for version, handle in ((1, handles[1]), (2, elsewhere.export(2))):
         for _ in range(4):
             log.take(log.engine.step())
-        log.publish(handles[version], version)
-        assert handles[version].probe is not None
-        said = log.engine.probe(handles[version].probe.token_ids)
-        np.testing.assert_allclose(said, handles[version].probe.logprobs, atol=1e-5)
+        log.publish(handle, version)
+        assert handle.probe is not None
+        np.testing.assert_allclose(log.engine.probe(handle.probe.token_ids), handle.probe.logprobs, atol=1e-5)
     log.run([])
     for request in requests:
         check(modules, request, log.samples[request.request_id])
