@@ -108,7 +108,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
     that is not there."""
     models = {name: table for name, table in wiring.engines.items() if isinstance(table, Compute)}
     asked = {name: needs(config, wiring, name) for name in wiring.engines}
-    count = sum(_engines(table) * table.threads for table in models.values())
+    count = sum(_engines(table) * _processes(table) * table.threads for table in models.values())
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pinned = (
         config.runtime == "local" and count <= len(cores) and not any(_on_gpu(t, asked[n]) for n, t in models.items())
@@ -134,7 +134,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
                 core=table.core + rank
                 if table.core is not None
                 else free.pop(0)
-                if free and pinned and table.threads == 1
+                if free and pinned and table.threads == _processes(table) == 1
                 else None,
                 needs=asked[name],
             )
@@ -209,6 +209,11 @@ def _engines(table: Compute) -> int:
     if isinstance(table, RolloutTable):
         return table.replicas
     return table.data_parallel if isinstance(table, TorchTrain) else 1
+
+
+def _processes(table: Compute) -> int:
+    """Processes of one engine."""
+    return table.tensor_parallel if isinstance(table, VllmRollout) else 1
 
 
 def _spec(place: Place, options: msgspec.Struct) -> EngineSpec:

@@ -232,9 +232,11 @@ class VllmRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", 
 
     prefill_tokens: Positive = 8192
     """Tokens of one forward, at most; a longer prompt is computed in parts on GPUs, and goes alone on CPUs."""
+    tensor_parallel: Positive = 1
+    """Processes of an engine, each on a GPU or with `threads` of its own, that share every layer."""
     kv_cache_bytes: Count = 0
-    """Memory of an engine's KV cache; 0: on CPUs what `concurrency` answers of full length take, 4 GiB at most, on GPUs
-    what gpu_memory_utilization leaves."""
+    """Memory of the KV cache, in each process; 0: on CPUs what `concurrency` answers of full length take, 4 GiB at
+    most, on GPUs what gpu_memory_utilization leaves."""
     gpu_memory_utilization: Share = 0.9
     """Part of a GPU's memory that weights and KV cache may take together; lower it where a trainer shares the GPU."""
     enforce_eager: bool = False
@@ -245,6 +247,15 @@ class VllmRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", 
         if self.temperature < LOWEST_TEMPERATURE:
             raise ConfigError(
                 f"temperature = {self.temperature:g}, and vLLM samples at {LOWEST_TEMPERATURE} at least; raise it"
+            )
+        if self.tensor_parallel > 1 and self.core is not None:
+            raise ConfigError(
+                f"core = {self.core} is one core for tensor_parallel = {self.tensor_parallel} processes; leave it out"
+            )
+        if self.tensor_parallel > 1 and ":" in self.device:
+            raise ConfigError(
+                f'device = "{self.device}" is one GPU, and tensor_parallel = {self.tensor_parallel} takes '
+                f'{self.tensor_parallel}; use device = "cuda", and CUDA_VISIBLE_DEVICES to choose among them'
             )
 
 

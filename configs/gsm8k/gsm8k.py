@@ -1,5 +1,6 @@
-"""GSM8K (arXiv 2110.14168): word problems of grade-school arithmetic. Its rows are {"question", "answer"}; an answer ends
-with "#### " and a number."""
+"""GSM8K (arXiv 2110.14168): word problems of grade-school arithmetic.
+
+Its rows are {"question", "answer"}; an answer ends with "#### " and a number."""
 
 from __future__ import annotations
 

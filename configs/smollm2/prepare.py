@@ -52,9 +52,9 @@ def _unpack(scratch: Path) -> Path:
 
 
 def _convert(file: Path, target: Path) -> Path:
-    from asyncrlhf.backends.torch.guard import guard_torchvision
+    from asyncrlhf.backends.torch.guard import guard_companions
 
-    guard_torchvision()
+    guard_companions()
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,8 +65,8 @@ def _convert(file: Path, target: Path) -> Path:
         del weights["lm_head.weight"]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.config._name_or_path = ""
-    model.config.dtype = "bfloat16"
+    model.config._name_or_path, model.config.dtype = "", "bfloat16"
+    model.config.architectures = [type(model).__name__]
     target.mkdir()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(target)

@@ -94,15 +94,21 @@ def test_check_says_what_follows_from_a_configuration(path: Path, tmp_path: Path
     assert asyncrlhf(tmp_path, "check", "resolved.toml").stdout == done.stdout, "the resolved file says the same"
 
 
-def test_check_validates_a_production_run_where_neither_its_model_nor_its_gpus_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [("gsm8k/qwen_1.5b.toml", "Qwen2.5-1.5B-Instruct"), ("smollm2/grpo.toml", "SmolLM2-135M-Instruct")],
+)
+def test_check_validates_runs_of_pretrained_models_where_their_weights_and_gpus_are_not(
+    path: str, model: str, tmp_path: Path
+) -> None:
     """Stand-ins for what a user brings: the model's config.json, and a row of the data."""
-    model, data = tmp_path / "models/Qwen2.5-1.5B-Instruct", tmp_path / "data/gsm8k"
-    for directory in (model, data):
-        directory.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
+    directory, data = tmp_path / "models" / model, tmp_path / "data/gsm8k"
+    directory.mkdir(parents=True)
+    data.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
     for name in ("train", "test"):
         (data / f"{name}.jsonl").write_text('{"question": "How much is 2 + 3?", "answer": "2 + 3 = 5\\n#### 5"}\n')
-    done = asyncrlhf(tmp_path, "check", str(ROOT / "configs/gsm8k/qwen_1.5b.toml"))
+    done = asyncrlhf(tmp_path, "check", str(ROOT / "configs" / path))
     assert (done.returncode, done.stderr) == (0, "")
     assert tomllib.loads(done.stdout.partition("\nsamples per train step")[0])["groups"]["rollout"]["backend"] == "vllm"
 

@@ -20,7 +20,7 @@ from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, GenerateRequest, Sample, TrainBatch, WeightHandle
 from tests.integration.torch_sampling import Log, check
 from tests.integration.torch_scene import make_model, make_requests, trainer
-from tests.integration.vllm_host import SHARED, VllmHost
+from tests.integration.vllm_host import ENGINES_ONLY, SHARED, VllmHost
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
 BLOCK = 128
@@ -216,6 +216,30 @@ def test_L10_what_vllm_does_not_serve_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         host.make(make_model(tmp_path, **shape), **options)
+
+
+@pytest.mark.timeout(240)
+def test_two_processes_that_share_every_layer_answer_like_the_trainer(
+    host: VllmHost, models: list[str], modules: list[Any], handles: list[WeightHandle], tmp_path: Path
+) -> None:
+    log = Log(host.make(models[0], tensor_parallel=2))
+    requests = make_requests(12, max_tokens=16, stops=())
+    log.publish(handles[0], 0)
+    log.take(log.engine.add(requests))
+    elsewhere = trainer(models[2], transport=ENGINES_ONLY)
+    for version, handle in ((1, handles[1]), (2, elsewhere.export(2))):
+        for _ in range(4):
+            log.take(log.engine.step())
+        log.publish(handle, version)
+        assert handle.probe is not None
+        np.testing.assert_allclose(log.engine.probe(handle.probe.token_ids), handle.probe.logprobs, atol=1e-5)
+    log.run([])
+    for request in requests:
+        check(modules, request, log.samples[request.request_id])
+    assert {version for s in log.samples.values() for version in s.versions()} == {0, 1, 2}
+    deeper = trainer(make_model(tmp_path, **SHAPE | {"num_hidden_layers": 3}), transport=SHARED)
+    with pytest.raises(PublishRefused, match="does not fit"):
+        log.publish(deeper.export(3), 3)
 
 
 def test_bfloat16_stays_near_the_trainer(

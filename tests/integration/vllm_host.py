@@ -9,17 +9,29 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+
+from torch import Tensor
 
 from asyncrlhf.abc import GenerateEngine
 from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.messages import EngineEvent, GenerateRequest, WeightHandle
+from asyncrlhf.weights.shared import SharedMemoryTransfer
 
-__all__ = ("Hosted", "VllmHost")
+__all__ = ("ENGINES_ONLY", "SHARED", "EnginesOnly", "Hosted", "VllmHost")
 
 SHARED = "asyncrlhf.weights.shared:SharedMemoryTransfer"
+ENGINES_ONLY = "tests.integration.vllm_host:EnginesOnly"
+
+
+class EnginesOnly(SharedMemoryTransfer):
+    """A transport that, like Ray's, cannot be used in the processes that vLLM starts."""
+
+    def receive(self, payload: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        assert not multiprocessing.current_process().name.startswith("VllmWorker")
+        return super().receive(payload)
 
 
 class VllmHost:
@@ -28,7 +40,7 @@ class VllmHost:
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()
         theirs.close()
         self._made: list[Hosted] = []

@@ -192,6 +192,12 @@ def test_a11_depth_and_bound_are_two_knobs(read: Load) -> None:
         ({"max_tokens": 8, "backend": "vllm", "gpu_memory_utilization": 0}, "rollout", "must be > 0"),
         ({"max_tokens": 8, "backend": "vllm", "temperature": 0.001}, "rollout", "vLLM samples at 0.01 at least"),
         ({"max_tokens": 8, "backend": "vllm", "max_sequence_tokens": 8}, "rollout", "leaves no room for a prompt"),
+        ({"max_tokens": 8, "backend": "vllm", "tensor_parallel": 2, "core": 0}, "rollout", "core = 0 is one core for"),
+        (
+            {"max_tokens": 8, "backend": "vllm", "tensor_parallel": 2, "device": "cuda:1"},
+            "rollout",
+            'device = "cuda:1" is one GPU, and tensor_parallel = 2 takes 2',
+        ),
         ({}, "policy", "model, scratch: neither is set; set exactly one"),
         ({"model": "m", "scratch": {"characters": "a"}}, "policy", "model, scratch: both are set"),
         ({"scratch": {"characters": ""}}, "policy", "scratch.characters must not be empty"),

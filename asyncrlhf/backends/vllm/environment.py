@@ -27,5 +27,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 if CPU_BUILD:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling the sampler's helpers takes longer than they do
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # where threads run is the runtime's to say
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule the configuration
 guard_companions()

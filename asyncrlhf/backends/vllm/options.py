@@ -26,9 +26,11 @@ class VllmOptions(Table, frozen=True, kw_only=True):
     """Longest prompt and answer together."""
     prefill_tokens: Positive = 8192
     """Tokens of one forward, at most; a longer prompt is computed in parts on GPUs, and goes alone on CPUs."""
+    tensor_parallel: Positive = 1
+    """Processes, each on a GPU or with `threads` of its own, that share every layer."""
     kv_cache_bytes: Count = 0
-    """Memory of the KV cache on each device; 0: on CPUs what all slots at full length take, on GPUs what
-    `gpu_memory_utilization` leaves."""
+    """Memory of the KV cache, in each process; 0: on CPUs what all slots at full length take, 4 GiB at most, on GPUs
+    what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: Share = 0.9
     """Part of a GPU's memory that weights and KV cache may take together."""
     enforce_eager: bool = False
