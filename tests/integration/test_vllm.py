@@ -22,6 +22,7 @@ from tests.integration.torch_sampling import Log, check
 from tests.integration.torch_scene import make_model, make_requests, trainer
 from tests.integration.vllm_host import ENGINES_ONLY, SHARED, VllmHost
 
+pytestmark = pytest.mark.timeout(240)
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
 BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPUs: prefixes are cached by the block."""
@@ -218,7 +219,6 @@ def test_L10_what_vllm_does_not_serve_is_refused_at_the_start(
         host.make(make_model(tmp_path, **shape), **options)
 
 
-@pytest.mark.timeout(240)
 def test_two_processes_that_share_every_layer_answer_like_the_trainer(
     host: VllmHost, models: list[str], modules: list[Any], handles: list[WeightHandle], tmp_path: Path
 ) -> None:

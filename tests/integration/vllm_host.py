@@ -38,11 +38,13 @@ class VllmHost:
     """The process. It waits for a call, answers it, and ends with this object."""
 
     def __init__(self) -> None:
+        """Waits until vLLM is imported there: seconds, or a minute where many processes share a core."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()
         theirs.close()
+        self._connection.recv()
         self._made: list[Hosted] = []
 
     def make(self, model: str, **options: Any) -> Hosted:
@@ -130,6 +132,7 @@ def _serve(connection: Connection) -> None:
     engine.Core = core  # type: ignore[misc, assignment]
     engine.VllmSampler.use_threads(1)
     samplers: list[Any] = []
+    connection.send("ready")
     while True:
         try:
             number, verb, arguments = connection.recv()
