@@ -84,11 +84,11 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
     """Every engine of every group, where it will live. In processes of their own, on CPUs, and if there are no more
     of them than cores, engines with a model get a core each unless their tables say which."""
     models = {name: table for name, table in wiring.engines.items() if isinstance(table, Compute)}
-    count = sum(_replicas(table) * table.threads for table in models.values())
+    count = sum(_engines(table) * table.threads for table in models.values())
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pinned = config.runtime == "local" and count <= len(cores) and not any(_on_gpu(t) for t in models.values())
     named = {
-        table.core + rank for table in models.values() if table.core is not None for rank in range(_replicas(table))
+        table.core + rank for table in models.values() if table.core is not None for rank in range(_engines(table))
     }
     start = os.getpid() % max(1, len(cores)) if len(cores) > count else 0  # another run may have begun elsewhere
     free = [core for core in (*cores[start:], *cores[:start]) if core not in named]
@@ -111,7 +111,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
                 if free and pinned and table.threads == 1
                 else None,
             )
-            for rank in range(_replicas(table))
+            for rank in range(_engines(table))
         )
     return found
 
@@ -146,7 +146,7 @@ def build_groups(
                 name,
                 log,
                 runtime,
-                _spec(where[name][0], options),
+                [_spec(place, options) for place in where[name]],
                 needs_proximal=role == "policy" and config.off_policy != "none",
                 gap_alarm=config.limits.logprob_gap,
                 call_timeout=patience,
@@ -177,8 +177,11 @@ def build_groups(
     return groups
 
 
-def _replicas(table: Compute) -> int:
-    return table.replicas if isinstance(table, TorchRollout) else 1
+def _engines(table: Compute) -> int:
+    """Replicas, or ranks."""
+    if isinstance(table, TorchRollout):
+        return table.replicas
+    return table.data_parallel if isinstance(table, TorchTrain) else 1
 
 
 def _spec(place: Place, options: msgspec.Struct) -> EngineSpec:

@@ -284,6 +284,8 @@ class Session:
 
     def _ranks(self, name: str) -> int:
         group = self.groups[name]
+        if isinstance(group, TrainGroup):
+            return len(group.specs)
         return len(group.replicas) if isinstance(group, RolloutGroup) else 1
 
     # ---- running -------------------------------------------------------------------------------------------------

@@ -213,6 +213,12 @@ def _check(config: Config, wiring: Wiring) -> None:
             f"has {', '.join(wiring.roles)}; set evaluation.every = 0"
         )
     for name in wiring.of_role("policy", "critic"):
+        ranks = cast(Any, wiring.tables[name]).data_parallel
+        if ranks > 1 and config.runtime == "inproc":
+            raise ConfigError(
+                f'groups.{name}.data_parallel = {ranks} takes {ranks} processes, and runtime = "inproc" is 1; use '
+                'runtime = "local" or "ray", or data_parallel = 1'
+            )
         optimizer = cast(Any, wiring.tables[name]).optimizer
         if optimizer.schedule == "constant":
             continue

@@ -47,6 +47,11 @@ class EngineHandle(Protocol):
     @property
     def spec(self) -> EngineSpec: ...
 
+    @property
+    def address(self) -> str:
+        """Address at which other engines of this runtime reach the machine it is on."""
+        ...
+
     async def call(self, verb: str, *arguments: Any) -> Any:
         """Run one method of the engine and give its result. Events a method returns go to `on_events` instead.
         Raises what the method raised, if that is an asyncrlhf error; else GroupError with the traceback."""

@@ -24,6 +24,7 @@ __all__ = (
     "Name",
     "Positive",
     "PositiveAmount",
+    "Sharding",
     "Table",
     "require_import_path",
     "require_one_source",
@@ -45,6 +46,7 @@ Device = Annotated[str, Meta(pattern=DEVICE)]
 Dtype = Literal["float32", "bfloat16"]
 Head = Literal["lm", "value"]
 Layout = Literal["padded", "packed", "shared"]
+Sharding = Literal["none", "full"]
 Correction = Literal["none", "truncated_is", "masked_is", "decoupled"]
 
 

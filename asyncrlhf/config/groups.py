@@ -18,6 +18,7 @@ from asyncrlhf.config.bounds import (
     Name,
     Positive,
     PositiveAmount,
+    Sharding,
     Table,
     require_import_path,
     require_one_source,
@@ -90,8 +91,8 @@ class Compute(Table, frozen=True, kw_only=True):
     threads: Positive = 1
     """Compute threads on the CPU, per engine."""
     core: Count | None = None
-    """Pin the engine to this core, replica i to core + i; left out: a core each where there are enough of them, else
-    the system decides."""
+    """Pin the engine to this core, replica or rank i to core + i; left out: a core each where there are enough of them,
+    else the system decides."""
 
 
 class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
@@ -103,6 +104,11 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
     """Start from random weights."""
     head: Head = "lm"
     """What sits on the trunk: token log-probs, or one value per token."""
+    data_parallel: Positive = 1
+    """Ranks that train it together, each in a process of its own and on its own rows; not with runtime = "inproc"."""
+    sharding: Sharding = "none"
+    """What a rank keeps: "none", all of the model, as replicas do; "full", a part of every parameter, gradient and
+    moment, with more communication (FSDP)."""
     micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
     micro_batch_rows: Count = 0
@@ -119,6 +125,10 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
         if (self.model is None) == (self.scratch is None):
             given = "neither is set" if self.model is None else "both are set"
             raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
+        if self.sharding == "full" and self.data_parallel == 1:
+            raise ConfigError(
+                'sharding = "full" spreads the model over data_parallel = 1 ranks; raise that, or leave sharding "none"'
+            )
 
 
 class TorchCritic(TorchTrain, frozen=True, kw_only=True):

@@ -10,12 +10,14 @@ import numpy as np
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
-from asyncrlhf.groups.group import Group, Request, TooLate, answer, refuse, spawned, within
+from asyncrlhf.groups.group import Group, Request, TooLate, answer, refuse, within
+from asyncrlhf.groups.ranks import start_ranks
 from asyncrlhf.messages import (
     Array,
     ArrayColumn,
     EngineEvent,
     Failed,
+    ParallelLayout,
     StepResult,
     TrainBatch,
     WeightHandle,
@@ -33,24 +35,27 @@ __all__ = ("CriticGroup", "PolicyGroup", "TrainGroup")
 
 
 class TrainGroup(Group):
-    """A trained model. One engine; its requests run one after another."""
+    """A trained model. One engine, or several ranks that work as one; its requests run one after another."""
 
     def __init__(
         self,
         name: str,
         log: EventLog,
         runtime: Runtime,
-        spec: EngineSpec,
+        specs: Sequence[EngineSpec],
         *,
+        layout: ParallelLayout | None = None,
         needs_proximal: bool = False,
         gap_alarm: float = 0.0,
         call_timeout: float | None = None,
     ) -> None:
-        """`needs_proximal`: the off-policy correction compares with the policy at the start of the train step.
+        """`specs`: of its ranks. `layout`: how they share the model; left out: as data parallel ones.
+        `needs_proximal`: the off-policy correction compares with the policy at the start of the train step.
         `gap_alarm`: warn when sampler and trainer differ by more at lag 0, in nats per token; 0: never.
         `call_timeout`: seconds an engine call may take before the group fails; None: for ever."""
         super().__init__(name, log)
-        self.spec = spec
+        self.specs = specs
+        self.layout = layout or ParallelLayout(data=len(specs))
         self.optimizer_steps = 0
         self.applied_since_publish = 0
         self.rejections_since_publish: list[str] = []
@@ -63,8 +68,8 @@ class TrainGroup(Group):
         self._gap_alarm, self._call_timeout = gap_alarm, call_timeout
 
     async def start(self) -> None:
-        """Spawn the engine. Raises GroupError with the original traceback."""
-        self._engine = await spawned(self._runtime, self.spec, self._on_events, self._call_timeout)
+        """Spawn the engines. Raises GroupError with the original traceback."""
+        self._engine = await start_ranks(self._runtime, self.specs, self.layout, self._on_events, self._call_timeout)
 
     @property
     def engine(self) -> EngineHandle:
@@ -210,11 +215,11 @@ class TrainGroup(Group):
                 rows[row] = logprobs
         return ArrayColumn("token", tuple(rows))
 
-    def _on_events(self, events: Sequence[EngineEvent]) -> None:
+    def _on_events(self, rank: int, events: Sequence[EngineEvent]) -> None:
         """Raises EngineLost, which ends the run, also while nobody waits for the engine; any other failure reaches the
         caller of the verb."""
         for event in events:
-            if not self.emit_busy(self.spec.rank, event) and isinstance(event, Failed) and event.lost:
+            if not self.emit_busy(rank, event) and isinstance(event, Failed) and event.lost:
                 raise EngineLost(event.reason)
 
 

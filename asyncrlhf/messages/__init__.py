@@ -16,6 +16,7 @@ from asyncrlhf.messages.engines import Rejected as Rejected
 from asyncrlhf.messages.engines import ScoreRequest as ScoreRequest
 from asyncrlhf.messages.engines import StepResult as StepResult
 from asyncrlhf.messages.engines import WeightHandle as WeightHandle
+from asyncrlhf.messages.layout import ParallelLayout as ParallelLayout
 from asyncrlhf.messages.samples import Experience as Experience
 from asyncrlhf.messages.samples import Message as Message
 from asyncrlhf.messages.samples import PerSample as PerSample

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import ray
+
 from asyncrlhf.abc import EngineSpec
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.messages import EngineEvent
@@ -57,9 +59,9 @@ class EngineActor:
         self._imported = threading.Thread(target=_import, args=(module,), daemon=True)
         self._imported.start()
 
-    async def pid(self) -> int:
-        """The number of its process."""
-        return os.getpid()
+    async def whereabouts(self) -> tuple[int, str]:
+        """The number of its process, and the address of its machine in the cluster."""
+        return os.getpid(), ray.util.get_node_ip_address()
 
     async def start(self, spec: EngineSpec) -> None:
         """Build the engine and run it; `listen` says when it is ready, or why it is not."""

@@ -53,6 +53,8 @@ class InprocRuntime:
 class ThreadEngine:
     """One engine and its thread. A thread that hangs cannot be killed: `close` abandons it (it is a daemon)."""
 
+    address = "127.0.0.1"
+
     def __init__(self, spec: EngineSpec, on_events: OnEvents, *, grace: float = 5.0) -> None:
         self.spec = spec
         self.calls = Calls(spec, on_events)

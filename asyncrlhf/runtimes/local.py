@@ -136,6 +136,8 @@ class Host:
 class ProcessEngine:
     """One engine in another process, as its callers see it."""
 
+    address = "127.0.0.1"
+
     def __init__(self, spec: EngineSpec, host: Host, on_events: OnEvents, *, grace: float = 5.0) -> None:
         self.spec, self.host = spec, host
         self.calls = Calls(spec, on_events)

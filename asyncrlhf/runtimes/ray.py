@@ -122,12 +122,13 @@ class ActorEngine:
         self._listener: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._pid = self._sent = 0
+        self.address = ""
 
     async def start(self) -> None:
         """Send the specification and wait until the engine is built. Raises what its constructor raised."""
         self._listener = asyncio.create_task(self._listen(), name=f"{self.spec.group}/{self.spec.rank} listener")
         with contextlib.suppress(RayActorError):  # the listener says why
-            self._pid = await self.actor.pid.remote()
+            self._pid, self.address = await self.actor.whereabouts.remote()
             await self.actor.start.remote(self.spec)
         await self.calls.ready
 

@@ -122,6 +122,8 @@ class _Command:
 class FakeHandle:
     """One engine on the event loop."""
 
+    address = "127.0.0.1"
+
     def __init__(self, runtime: FakeRuntime, spec: EngineSpec, on_events: OnEvents) -> None:
         """Raises GroupError with the original traceback if the engine cannot be built."""
         self.spec = spec

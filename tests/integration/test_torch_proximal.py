@@ -67,7 +67,7 @@ async def scene(model: str) -> AsyncIterator[tuple[PolicyGroup, Here, TrainBatch
         model, off_policy="decoupled", micro_batch_rows=100, optimizer=OptimizerOptions(learning_rate=3e-2)
     )
     here = Here(engine)
-    group = PolicyGroup("policy", EventLog(None), here, here.spec, needs_proximal=True)
+    group = PolicyGroup("policy", EventLog(None), here, [here.spec], needs_proximal=True)
     await group.start()
     serving = asyncio.create_task(group.serve())
     batch = make_batch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,13 @@ class Forward:
     tokens: Integers
     """[T] which response tokens of the batch (all rows end to end) these are."""
     arguments: dict[str, Any] = field(repr=False)
+    last: bool = True
+    """Whether no other follows in this call."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is about nothing: made because other ranks make one."""
+        return not len(self.tokens)
 
 
 class Rows:
@@ -71,18 +78,24 @@ class Rows:
         flash: bool = False,
         whole_rollouts: bool = False,
         after: bool = False,
+        rounds: Callable[[int], int] = int,
     ) -> Iterator[Forward]:
         """One Forward per micro-batch of `rows` (all of them by default) that have a response token.
 
         `flash`: rows of a packed bin are told apart by their cumulative lengths instead of a mask. `whole_rollouts`:
         rows of one rollout stay in one micro-batch. `after`: what is asked of a token is read after it, not before.
+        `rounds`: how many forwards to make for so many micro-batches; those beyond are idle.
         """
         chosen = np.arange(len(self.lengths)) if rows is None else rows
         chosen = chosen[self.lengths[chosen] > 0]
         together = self.rollouts if whole_rollouts else None
         keys = () if cut.layout != "shared" else self._prompt_keys() if together is None else together.tolist()
-        for part in cut.plan(self.prompt_lengths, self.lengths + after, chosen, keys, together):
-            yield self._forward(part, flash, int(after))
+        parts = cut.plan(self.prompt_lengths, self.lengths + after, chosen, keys, together) if len(chosen) else []
+        count = rounds(len(parts))
+        for number, part in enumerate(parts, 1):
+            yield self._forward(part, flash, int(after), last=number == count)
+        for number in range(len(parts) + 1, count + 1):
+            yield self._idle(last=number == count)
 
     def pick(self, columns: dict[str, Tensor], forward: Forward) -> dict[str, Tensor]:
         """The columns of the tokens and rows of one forward, to make a MicroBatch of."""
@@ -103,7 +116,17 @@ class Rows:
         places = zip(self._sequence_starts.tolist(), ends.tolist(), strict=True)
         return [self._ids[start:end].tobytes() for start, end in places]
 
-    def _forward(self, part: Part, flash: bool, after: int) -> Forward:
+    def _idle(self, *, last: bool) -> Forward:
+        """A forward of one token, of which nothing is asked: its gradients are zeros."""
+        none = np.empty(0, dtype=np.int64)
+        arguments = {
+            "input_ids": self._to_device(np.zeros((1, 1), dtype=np.int64)),
+            "hidden_index": self._to_device(none),
+            "targets": self._to_device(none),
+        }
+        return Forward(rows=none, tokens=none, arguments=arguments, last=last)
+
+    def _forward(self, part: Part, flash: bool, after: int, *, last: bool) -> Forward:
         rows = part.rows
         prompts, lengths = self.prompt_lengths[rows], self.lengths[rows]
         own_prompts = np.where(part.brings_prompt, prompts, 0)
@@ -126,7 +149,8 @@ class Rows:
             positions.ravel()[places] = ranges(skipped, own)
             arguments["position_ids"] = self._to_device(positions)
             arguments |= self._flash_arguments(own) if flash else {"attention_mask": self._mask(part, places, own)}
-        return Forward(rows=rows, tokens=ranges(self._token_starts[rows], lengths), arguments=arguments)
+        tokens = ranges(self._token_starts[rows], lengths)
+        return Forward(rows=rows, tokens=tokens, arguments=arguments, last=last)
 
     def _mask(self, part: Part, places: Integers, own: Integers) -> Tensor:
         """bool [bins, 1, width, width]: every token sees its prompt and what came before it in its own answer."""

@@ -9,11 +9,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from asyncrlhf.backends.torch.attention import ATTENTION
 from asyncrlhf.backends.torch.guard import guard_torchvision
 from asyncrlhf.backends.torch.layout import Cut
 from asyncrlhf.backends.torch.options import Dtype, ScorerOptions
+from asyncrlhf.backends.torch.world import World, gathered, own_device, replicate, shard
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.ops import TokenStats
 
@@ -51,10 +54,11 @@ class Model:
         new_head: bool = False,
         packed: bool = False,
         trained: bool = False,
+        alone: bool = True,
     ) -> None:
-        """`new_head`: start the value head at 0 even if the directory has one. Raises ConfigError: no such directory or
-        device, an architecture without plain full attention, missing weights (those of a value head that is to be
-        trained start at 0)."""
+        """`new_head`: start the value head at 0 even if the directory has one. `alone` False: the weights stay on the
+        CPU until `spread`. Raises ConfigError: no such directory or device, an architecture without plain full
+        attention, missing weights (those of a value head that is to be trained start at 0)."""
         self.directory = Path(directory)
         if not (self.directory / "config.json").is_file():
             raise ConfigError(f"model = {str(directory)!r} has no config.json; give a Hugging Face model directory")
@@ -74,7 +78,10 @@ class Model:
         )
         if new_head:
             _zero(self.module.score, [name for name, _ in self.module.score.named_parameters()])
-        self.module.to(self.device).requires_grad_(trained).eval()
+        self.world = World()
+        self._sharded = False
+        self._runner: nn.Module = self.module
+        self.module.to(self.device if alone else "cpu").requires_grad_(trained).eval()
         self.vocabulary_size = int(self.module.config.get_text_config().vocab_size)
         self._selected: Tensor | None = None
         output = self.module.get_output_embeddings() if head == "lm" else self.module.score
@@ -83,10 +90,46 @@ class Model:
     def checkpoint_gradients(self) -> None:
         """Keep only what goes into each layer, and compute the layer again in the backward pass."""
         self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in self.module.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                _disable_dropout(layer)
-                layer.training = True  # only such layers are checkpointed; what is inside stays in evaluation mode
+        for layer in self._layers():
+            _disable_dropout(layer)
+            layer.training = True  # only such layers are checkpointed; what is inside stays in evaluation mode
+
+    def spread(self, world: World, *, sharded: bool) -> None:
+        """Be one of several ranks that train one model: whole on each, or a part of every parameter on each."""
+        self.world, self._sharded = world, sharded
+        self.device = own_device(self.device, world.rank)
+        if sharded:
+            shard(self.module, self._layers(), self.device, world.size)
+        self.module.to(self.device)
+        if not sharded:
+            self._runner = replicate(self.module)
+
+    def rounds(self, count: int) -> int:
+        """How many forwards to make where `count` are asked for: ranks that keep parts of each other's layers make
+        them together, and those that share gradients make at least one."""
+        if self._sharded:
+            return max(self.world.everyones(count))
+        return max(count, 1) if self.world.size > 1 and torch.is_grad_enabled() else count
+
+    def last_of_step(self, last: bool) -> AbstractContextManager[Any]:
+        """Round one forward and backward pass of a step: replicas share their gradients in the last one."""
+        if last or not isinstance(self._runner, DistributedDataParallel):
+            return nullcontext()
+        return self._runner.no_sync()
+
+    def whole(self) -> dict[str, Tensor]:
+        """Every parameter once, in name order. Where ranks keep parts of them, all ranks ask together, one parameter
+        after another is put together, and rank 0 gets them, in the memory of its CPU."""
+        kept = {name: self.kept(parameter.detach()) for name, parameter in self.parameters().items()}
+        return {name: tensor for name, tensor in kept.items() if tensor is not None}
+
+    def kept(self, tensor: Tensor) -> Tensor | None:
+        """A tensor of which ranks have parts, put together: on the CPU for rank 0, nothing for the others. Any other
+        tensor as it is."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        whole = gathered(tensor)
+        return whole.cpu() if self.world.rank == 0 else None
 
     def cut(self, options: ScorerOptions) -> Cut:
         """How this model cuts batches into micro-batches."""
@@ -108,7 +151,8 @@ class Model:
         """
         self._selected = hidden_index
         with self._precision():
-            output = self.module(input_ids=input_ids, **inputs)
+            run = self._runner if torch.is_grad_enabled() else self.module
+            output = run(input_ids=input_ids, **inputs)
         return output.logits[0]
 
     def token_stats(
@@ -158,6 +202,9 @@ class Model:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once (tied ones under their first name), in name order."""
         return dict(sorted(self.module.named_parameters()))
+
+    def _layers(self) -> list[nn.Module]:
+        return [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
     def _select(self, _: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert self._selected is not None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from asyncrlhf.backends.torch.options import OptimizerOptions
+from asyncrlhf.backends.torch.world import gathered, spread_like
 
 __all__ = ("Optimizer", "learning_rate")
 
@@ -54,8 +55,9 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def gradient_norm(self) -> Tensor:
-        """Global norm of the gradients, float32 []; not finite if any of them is not."""
-        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        """Global norm of the gradients, float32 [], over all ranks that keep parts of them; not finite if any of them
+        is not."""
+        return gathered(nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None]))
 
     def step(self, train_step: int, norm: Tensor) -> float:
         """Clip gradients of global norm `norm`, apply them and drop them; gives the learning rate used."""
@@ -67,8 +69,23 @@ class Optimizer:
         self.zero_grad()
         return rate
 
-    def state(self) -> dict[str, Any]:
-        return self._adamw.state_dict()
+    def state(self, keep: Callable[[Tensor], Tensor | None] = Tensor.detach) -> dict[str, Any]:
+        """Everything that the next step depends on; `keep` makes of each moment what is to be kept of it."""
+        state = self._adamw.state_dict()
+        moments = {
+            number: {name: keep(tensor) for name, tensor in sorted(own.items())}
+            for number, own in sorted(state["state"].items())
+        }
+        return {"state": moments, "param_groups": state["param_groups"]}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._adamw.load_state_dict(state)
+        """Take over whole moments."""
+        parameters = [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+        moments = {
+            number: {
+                name: (tensor if name == "step" else spread_like(tensor, parameters[number])).clone()
+                for name, tensor in own.items()
+            }
+            for number, own in state["state"].items()
+        }
+        self._adamw.load_state_dict({"state": moments, "param_groups": state["param_groups"]})

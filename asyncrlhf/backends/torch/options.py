@@ -19,6 +19,7 @@ from asyncrlhf.config.bounds import (
     Layout,
     Positive,
     PositiveAmount,
+    Sharding,
     Table,
 )
 from asyncrlhf.config.groups import OptimizerTable
@@ -77,6 +78,11 @@ class ScorerOptions(Table, frozen=True, kw_only=True):
 class TrainerOptions(ScorerOptions, frozen=True, kw_only=True):
     """A model being trained. With dtype "bfloat16" the master weights stay float32 and the forward autocasts."""
 
+    data_parallel: Positive = 1
+    """Ranks that train the model together."""
+    sharding: Sharding = "none"
+    """"none": each rank keeps all of the model and its optimizer. "full": each keeps a part of every parameter, its
+    gradient and its moments."""
     new_head: bool = False
     """Start the value head at 0 even if the directory has one."""
     gradient_checkpointing: bool = False

@@ -51,7 +51,7 @@ def response_logprobs(model: Model, batch: TrainBatch, cut: Cut, temperature: fl
         raise ValueError(f"{str(model.directory)!r} was loaded with a value head, which has no log-probs")
     rows = Rows(batch, model.device)
     found = np.zeros(batch.token_count, dtype=np.float32)
-    for forward in rows.forwards(cut, flash=model.uses_flash):
+    for forward in rows.forwards(cut, flash=model.uses_flash, rounds=model.rounds):
         stats = model.token_stats(**forward.arguments, temperature=temperature)
         found[forward.tokens] = stats.logprobs.cpu().numpy()
     return split_by_row(found, batch.response_lengths)
@@ -67,7 +67,7 @@ def response_scores(model: Model, batch: TrainBatch, cut: Cut) -> list[float]:
         raise ValueError(f"{str(model.directory)!r} was loaded without a value head, which scores come from")
     rows = Rows(batch, model.device)
     found = np.zeros(batch.token_count, dtype=np.float32)
-    for forward in rows.forwards(cut, flash=model.uses_flash, after=True):
+    for forward in rows.forwards(cut, flash=model.uses_flash, after=True, rounds=model.rounds):
         values = model.token_stats(**forward.arguments, temperature=1.0).values
         assert values is not None
         found[forward.tokens] = values.cpu().numpy()

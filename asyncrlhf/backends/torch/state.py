@@ -11,6 +11,7 @@ import torch
 
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.optimizer import Optimizer
+from asyncrlhf.backends.torch.world import spread_like
 from asyncrlhf.errors import CheckpointError
 
 __all__ = ("load_state", "save_model", "save_state")
@@ -32,9 +33,18 @@ COPIED = (
 
 
 def save_model(model: Model, directory: Path) -> None:
-    """Write config and weights with transformers, and copy the tokenizer files byte for byte. Durable on return."""
+    """Write config and weights with transformers, and copy the tokenizer files byte for byte. Durable on return. All
+    ranks take part; rank 0 writes."""
+    weights = model.whole()
+    if model.world.rank:
+        return
     directory.mkdir(parents=True, exist_ok=True)
-    model.module.save_pretrained(directory)
+    first_names = {parameter: name for name, parameter in model.parameters().items()}
+    named = model.module.named_parameters(remove_duplicate=False)
+    state = {name: weights[first_names[parameter]] for name, parameter in named}
+    kept = model.module.state_dict().keys() - state.keys()
+    state |= {name: buffer for name, buffer in model.module.named_buffers() if name in kept}
+    model.module.save_pretrained(directory, state_dict=state)
     for name in COPIED:
         if (source := model.directory / name).is_file():
             shutil.copyfile(source, directory / name)
@@ -46,11 +56,15 @@ def save_model(model: Model, directory: Path) -> None:
 
 
 def save_state(model: Model, optimizer: Optimizer, directory: Path) -> None:
-    """Write weights, optimizer and random state into one file. Durable on return."""
+    """Write weights, optimizer and random state into one file, whatever the number of ranks. Durable on return. All
+    ranks take part; rank 0 writes."""
+    weights, moments = model.whole(), optimizer.state(model.kept)
+    if model.world.rank:
+        return
     directory.mkdir(parents=True, exist_ok=True)
     state = {
-        "weights": {name: parameter.detach() for name, parameter in model.parameters().items()},
-        "optimizer": optimizer.state(),
+        "weights": weights,
+        "optimizer": moments,
         "random": torch.get_rng_state(),
         "random_device": torch.cuda.get_rng_state(model.device) if model.device.type == "cuda" else None,
     }
@@ -63,11 +77,11 @@ def save_state(model: Model, optimizer: Optimizer, directory: Path) -> None:
 
 @torch.no_grad()
 def load_state(model: Model, optimizer: Optimizer, directory: Path) -> None:
-    """Restore what `save_state` wrote. Raises CheckpointError if it is missing, torn, or of another model; the trainer
-    is then unchanged."""
+    """Restore what `save_state` wrote with any number of ranks, each its part. Raises CheckpointError if it is missing,
+    torn, or of another model; the trainer is then unchanged."""
     path = directory / STATE_FILE
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     parameters, weights = model.parameters(), state["weights"]
@@ -80,7 +94,7 @@ def load_state(model: Model, optimizer: Optimizer, directory: Path) -> None:
             f"shape {saved.get(different[0])} there and {wanted.get(different[0])} in {str(model.directory)!r}"
         )
     for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+        parameter.copy_(spread_like(weights[name], parameter))
     optimizer.load(state["optimizer"])
     torch.set_rng_state(state["random"])
     if state["random_device"] is not None and model.device.type == "cuda":

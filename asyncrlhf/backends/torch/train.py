@@ -1,11 +1,13 @@
-"""The training engine of the torch backend: one model, one optimizer, and micro-batches that cannot change the loss."""
+"""The training engine of the torch backend: one model, one optimizer, and micro-batches and ranks that cannot change
+the loss. Ranks of one model wait for each other in every verb."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +24,9 @@ from asyncrlhf.backends.torch.options import TrainerOptions
 from asyncrlhf.backends.torch.probe import require_layout_works
 from asyncrlhf.backends.torch.score import response_logprobs, response_scores
 from asyncrlhf.backends.torch.state import load_state, save_model, save_state
+from asyncrlhf.backends.torch.world import meet, open_store, own_device
 from asyncrlhf.errors import ConfigError, PublishRefused
+from asyncrlhf.groups.protocols import shares
 from asyncrlhf.messages import Array, Packed, Probe, StepResult, TrainBatch, WeightHandle, import_object, unpack
 from asyncrlhf.ops import Loss, TokenStats, Transform
 from asyncrlhf.ops.corrections import fill
@@ -34,10 +38,22 @@ PROBE = 8
 """Tokens of a probe."""
 
 
+class Counts(NamedTuple):
+    """Of the batch of a step, over all ranks."""
+
+    rows: int
+    unmasked_rows: int
+    """Rows with an unmasked token."""
+    tokens: int
+    """Unmasked ones."""
+
+
 class TorchTrainer(TorchEngine, TrainEngine):
-    """Trains a Hugging Face causal language model, or a critic with a value head, on one device."""
+    """Trains a Hugging Face causal language model, or a critic with a value head, alone or as one of several ranks."""
 
     Options = TrainerOptions
+    _optimizer: Optimizer
+    _store: Any = None
 
     def __init__(self, options: TrainerOptions) -> None:
         self.options = options
@@ -49,16 +65,38 @@ class TorchTrainer(TorchEngine, TrainEngine):
             new_head=options.new_head,
             packed=options.layout == "packed",
             trained=True,
+            alone=options.data_parallel == 1,
         )
-        require_layout_works(self._model, options.layout)
-        if options.gradient_checkpointing:
-            self._model.checkpoint_gradients()
-        self._optimizer = Optimizer(self._model.parameters(), options.optimizer)
         self._cut = self._model.cut(options)
         self._transport = import_object(options.transport)()
         self._exported: tuple[int, Mapping[str, Any], Probe | None] | None = None
         self._probed: tuple[int, ...] = ()
         self._stepped_in = -1
+        if options.data_parallel == 1:
+            self._begin()
+
+    def rendezvous(self, host: str, ranks: int) -> int:
+        self._store, port = open_store(host, ranks)
+        return port
+
+    def join(self, host: str, port: int, rank: int, ranks: int, timeout: float) -> None:
+        """Raises ConfigError if ranks have to share a GPU."""
+        device = own_device(self._model.device, rank)
+        world = meet(self._store, host, port, rank, ranks, device, timeout)
+        self._model.spread(world, sharded=self.options.sharding == "full")
+        self._begin()
+
+    def _begin(self) -> None:
+        """Once the parameters are where they will be."""
+        require_layout_works(self._model, self.options.layout)
+        if self.options.gradient_checkpointing:
+            self._model.checkpoint_gradients()
+        self._optimizer = Optimizer(self._model.parameters(), self.options.optimizer)
+
+    def close(self) -> None:
+        if "_model" in vars(self):
+            self._model.world.leave()
+        super().close()
 
     def step(self, batch: TrainBatch, loss: Packed) -> StepResult:
         """One optimizer step; see TrainEngine. Raises ConfigError for reduction "constant" without
@@ -66,10 +104,12 @@ class TorchTrainer(TorchEngine, TrainEngine):
         function: Loss = unpack(loss)
         rows = Rows(batch, self._model.device)
         chosen = np.arange(len(batch)) if function.uses_masked_rows else np.flatnonzero(rows.unmasked)
-        if not rows.unmasked.any():
+        unmasked_rows, tokens = np.count_nonzero(rows.unmasked), int(rows.unmasked.sum())
+        counts = Counts(*self._model.world.totals(len(batch), unmasked_rows, tokens))
+        if not counts.tokens:
             return StepResult(applied=False, reason="empty")
         columns = rows.columns()
-        columns["coefficient"] = torch.from_numpy(self._coefficients(function, rows)).to(self._model.device)
+        columns["coefficient"] = torch.from_numpy(self._coefficients(function, rows, counts)).to(self._model.device)
         measures = Measures(first=self._stepped_in != batch.train_step, train_step=batch.train_step)
         self._optimizer.zero_grad()
         for forward in rows.forwards(
@@ -78,10 +118,12 @@ class TorchTrainer(TorchEngine, TrainEngine):
             flash=self._model.uses_flash,
             whole_rollouts=function.level == "rollout",
             after=function.after_token,
+            rounds=self._model.rounds,
         ):
-            self._backward(function, rows, rows.pick(columns, forward), forward, measures)
+            with self._model.last_of_step(forward.last):
+                self._backward(function, rows, rows.pick(columns, forward), forward, measures)
         norm = self._optimizer.gradient_norm()
-        metrics = measures.result() | {"grad_norm": float(norm)}
+        metrics = measures.result(self._model.world) | {"grad_norm": float(norm)}
         if not math.isfinite(metrics["grad_norm"]):
             self._optimizer.zero_grad()
             return StepResult(applied=False, reason="not_finite", metrics=metrics)
@@ -96,12 +138,14 @@ class TorchTrainer(TorchEngine, TrainEngine):
         return response_scores(self._model, batch, self._cut)
 
     def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array] | float]:
-        """New columns and measures; the transform sees all rows at once, and the model's statistics if it needs
-        them."""
+        """New columns and measures; the transform sees all rows at once, and the model's statistics if it needs them,
+        to which every rank brings those of its rows. The transform runs on rank 0."""
         function: Transform = unpack(transform)
         rows = Rows(batch, self._model.device)
         with torch.no_grad():
             stats = self._stats_of_all(rows) if function.needs_forward else None
+            if self._model.world.rank:
+                return {}
             found = function(stats, rows.micro_batch(rows.columns()))
         return {
             name: split_by_row(column.cpu().numpy(), batch.response_lengths) if column.dim() else float(column)
@@ -109,12 +153,18 @@ class TorchTrainer(TorchEngine, TrainEngine):
         }
 
     def export(self, version: int) -> WeightHandle:
-        weights = self._model.parameters()
-        self._refuse_if_not_finite(version, weights)
-        digest = checksum(weights)
+        world, weights = self._model.world, self._model.whole()
+        bad = [] if world.rank or _finite(weights) else [n for n, weight in weights.items() if not _finite({n: weight})]
+        if bad := world.first(bad):
+            raise PublishRefused(
+                f"version {version} has {len(bad)} parameters that are not finite, among them {bad[0]!r}; the weights "
+                "published before stay in use. Lower the learning rate or max_grad_norm"
+            )
+        digest = world.first(0 if world.rank else checksum(weights))
         changed = self._exported is None or self._exported[0] != digest
         if changed:
-            self._exported = (digest, self._transport.send(version, weights), self._probe())
+            payload = {} if world.rank else self._transport.send(version, weights)
+            self._exported = digest, payload, self._probe()
         assert self._exported is not None
         return WeightHandle(
             version=version,
@@ -152,6 +202,9 @@ class TorchTrainer(TorchEngine, TrainEngine):
         new = self._model.token_stats(
             **forward.arguments, temperature=self.options.temperature, entropy="entropy" in function.needs
         )
+        if forward.idle:
+            (new.logprobs if new.values is None else new.values).sum().backward()
+            return
         if new.values is not None:
             new = TokenStats(logprobs=new.logprobs, values=_shield(new.values, keep))
         else:
@@ -166,7 +219,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
                 "value per response token and leaves masks and means to the engine"
             )
         objective = (values.masked_fill(~keep, 0.0) * columns["coefficient"]).sum()
-        objective.backward()
+        (objective * self._model.world.size).backward()  # ranks then take the mean of their gradients
         with torch.no_grad():
             own = function.measures(new, batch)
         measures.add(objective.detach(), new, batch, keep, own, columns["coefficient"])
@@ -179,41 +232,42 @@ class TorchTrainer(TorchEngine, TrainEngine):
                 self.options.off_policy, self.options.off_policy_cap, proximal, columns["behaviour_logprobs"]
             )
 
-    def _coefficients(self, function: Loss, rows: Rows) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """[T] what the value of each token is multiplied with, so that the sum over all micro-batches is the loss."""
+    def _coefficients(self, function: Loss, rows: Rows, counts: Counts) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """[T] what the value of each token is multiplied with, so that the sum over all micro-batches of all ranks is
+        the loss."""
         if function.reduction == "sequence_mean":
-            per_row = 1.0 / np.maximum(rows.unmasked, 1) / np.count_nonzero(rows.unmasked)
+            per_row = 1.0 / np.maximum(rows.unmasked, 1) / counts.unmasked_rows
             return np.repeat(per_row, rows.lengths).astype(np.float32)
         if function.reduction == "token_mean":
-            denominator = int(rows.unmasked.sum())
+            denominator = counts.tokens
         elif self.options.max_response_tokens < 1:
             raise ConfigError(
                 f"{type(function).__name__} has reduction 'constant', which divides by rows * max_response_tokens; set "
                 "max_response_tokens of this group to the most tokens of an answer"
             )
         else:
-            denominator = len(rows.lengths) * self.options.max_response_tokens
+            denominator = counts.rows * self.options.max_response_tokens
         return np.full(len(rows.mask), 1.0 / denominator, dtype=np.float32)
 
     def _stats_of_all(self, rows: Rows) -> TokenStats:
-        """Statistics of every response token, rows in their order."""
-        found = torch.zeros(len(rows.mask), device=self._model.device)
-        for forward in rows.forwards(self._cut, flash=self._model.uses_flash):
+        """Statistics of every response token, rows in their order; each rank computes those of its share."""
+        world = self._model.world
+        own = np.asarray(shares(rows.batch, world.size)[world.rank], dtype=np.int64)
+        parts: list[tuple[Array, Array]] = []
+        for forward in rows.forwards(self._cut, own, flash=self._model.uses_flash, rounds=self._model.rounds):
             new = self._model.token_stats(**forward.arguments, temperature=self.options.temperature)
-            places = torch.from_numpy(forward.tokens).to(self._model.device)
-            found.index_copy_(0, places, new.logprobs if new.values is None else new.values)
+            parts.append((forward.tokens, (new.logprobs if new.values is None else new.values).cpu().numpy()))
+        whole = np.zeros(len(rows.mask), dtype=np.float32)
+        for tokens, values in itertools.chain.from_iterable(world.everyones(parts)):
+            whole[tokens] = values
+        found = torch.from_numpy(whole).to(self._model.device)
         if self._model.head == "lm":
             return TokenStats(logprobs=found)
         return TokenStats(logprobs=found.new_empty(0), values=found)
 
-    @torch.no_grad()
-    def _refuse_if_not_finite(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        if not nn.utils.get_total_norm(weights.values(), math.inf).isfinite():
-            bad = [name for name, parameter in weights.items() if not parameter.isfinite().all()]
-            raise PublishRefused(
-                f"version {version} has {len(bad)} parameters that are not finite, among them {bad[0]!r}; the weights "
-                "published before stay in use. Lower the learning rate or max_grad_norm"
-            )
+
+def _finite(weights: Mapping[str, Tensor]) -> bool:
+    return bool(nn.utils.get_total_norm(weights.values(), math.inf).isfinite())
 
 
 def _shield(values: Tensor, keep: Tensor) -> Tensor:
