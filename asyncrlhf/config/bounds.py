@@ -24,6 +24,7 @@ __all__ = (
     "Name",
     "Positive",
     "PositiveAmount",
+    "Recompute",
     "Sharding",
     "Table",
     "require_import_path",
@@ -47,6 +48,7 @@ Dtype = Literal["float32", "bfloat16"]
 Head = Literal["lm", "value"]
 Layout = Literal["padded", "packed", "shared"]
 Sharding = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 Correction = Literal["none", "truncated_is", "masked_is", "decoupled"]
 
 
