@@ -15,23 +15,23 @@ from typing import Any
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
 from asyncrlhf.groups.group import spawned, within
-from asyncrlhf.groups.protocols import Protocol, lead, three_d
+from asyncrlhf.groups.protocols import protocol
 from asyncrlhf.messages import EngineEvent
 from asyncrlhf.messages.layout import ParallelLayout
 
 __all__ = ("VERBS", "Ranks", "start_ranks")
 
-VERBS: Mapping[str, Protocol] = {
-    "step": three_d,
-    "logprobs": three_d,
-    "scores": three_d,
-    "apply": lead,
-    "export": lead,
-    "save_model": lead,
-    "save_state": lead,
-    "load_state": lead,
+VERBS: Mapping[str, str] = {
+    "step": "3d",
+    "logprobs": "3d",
+    "scores": "3d",
+    "apply": "lead",
+    "export": "lead",
+    "save_model": "lead",
+    "save_state": "lead",
+    "load_state": "lead",
 }
-"""How each verb of a TrainEngine goes to its ranks."""
+"""How each verb of a TrainEngine goes to its ranks: the name of a transfer protocol, or an import path."""
 PATIENCE = 10.0
 """Seconds that the other ranks have to come back after one has failed."""
 NO_LIMIT = 10 * 365 * 86400.0
@@ -44,6 +44,7 @@ async def start_ranks(
     layout: ParallelLayout,
     on_events: Callable[[int, Sequence[EngineEvent]], None],
     seconds: float | None,
+    verbs: Mapping[str, str] = VERBS,
 ) -> EngineHandle:
     """Spawn the engines of one model and bring them together; one alone needs nobody. Raises as `spawned` does."""
     starting = [spawned(runtime, spec, partial(on_events, spec.rank), seconds) for spec in specs]
@@ -52,7 +53,7 @@ async def start_ranks(
         raise outcome.error
     if len(specs) == 1:
         return outcome.results[0]
-    ranks = Ranks(outcome.results, layout)
+    ranks = Ranks(outcome.results, layout, verbs)
     await within(seconds, ranks.join(seconds), f"group {specs[0].group!r}: its {len(specs)} ranks' meeting")
     return ranks
 
@@ -61,14 +62,15 @@ class Ranks:
     """An EngineHandle whose verbs go to all ranks, each by its protocol."""
 
     def __init__(
-        self, handles: Sequence[EngineHandle], layout: ParallelLayout, verbs: Mapping[str, Protocol] = VERBS
+        self, handles: Sequence[EngineHandle], layout: ParallelLayout, verbs: Mapping[str, str] = VERBS
     ) -> None:
-        """`handles`: by rank. `verbs`: further or other protocols than VERBS."""
+        """`handles`: by rank. `verbs`: further or other protocols than VERBS. Raises ConfigError if there is no such
+        protocol."""
         if len(handles) != layout.ranks:
             raise GroupError(f"{len(handles)} engines for {layout.ranks} ranks of {layout}")
         self.layout = layout
         self._handles = handles
-        self._verbs = {**VERBS, **verbs}
+        self._verbs = {verb: protocol(name) for verb, name in {**VERBS, **verbs}.items()}
 
     @property
     def spec(self) -> EngineSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
 from asyncrlhf.groups.group import Group, Request, TooLate, answer, refuse, within
-from asyncrlhf.groups.ranks import start_ranks
+from asyncrlhf.groups.ranks import VERBS, start_ranks
 from asyncrlhf.messages import (
     Array,
     ArrayColumn,
@@ -45,17 +45,19 @@ class TrainGroup(Group):
         specs: Sequence[EngineSpec],
         *,
         layout: ParallelLayout | None = None,
+        verbs: Mapping[str, str] = VERBS,
         needs_proximal: bool = False,
         gap_alarm: float = 0.0,
         call_timeout: float | None = None,
     ) -> None:
-        """`specs`: of its ranks. `layout`: how they share the model; left out: as data parallel ones.
+        """`specs`: of its ranks. `layout`: how they share the model; left out: as data parallel ones. `verbs`: transfer
+        protocols of further verbs that its engines have, for `ask`.
         `needs_proximal`: the off-policy correction compares with the policy at the start of the train step.
         `gap_alarm`: warn when sampler and trainer differ by more at lag 0, in nats per token; 0: never.
         `call_timeout`: seconds an engine call may take before the group fails; None: for ever."""
         super().__init__(name, log)
         self.specs = specs
-        self.layout = layout or ParallelLayout(data=len(specs))
+        self.layout, self._verbs = layout or ParallelLayout(data=len(specs)), verbs
         self.optimizer_steps = 0
         self.applied_since_publish = 0
         self.rejections_since_publish: list[str] = []
@@ -69,7 +71,9 @@ class TrainGroup(Group):
 
     async def start(self) -> None:
         """Spawn the engines. Raises GroupError with the original traceback."""
-        self._engine = await start_ranks(self._runtime, self.specs, self.layout, self._on_events, self._call_timeout)
+        self._engine = await start_ranks(
+            self._runtime, self.specs, self.layout, self._on_events, self._call_timeout, self._verbs
+        )
 
     @property
     def engine(self) -> EngineHandle:

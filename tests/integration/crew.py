@@ -12,7 +12,6 @@ from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, Place
 from asyncrlhf.backends.torch.options import OptimizerOptions, TrainerOptions
 from asyncrlhf.backends.torch.train import TorchTrainer
 from asyncrlhf.backends.torch.world import gathered
-from asyncrlhf.groups.protocols import broadcast, lead, three_d
 from asyncrlhf.groups.ranks import Ranks
 from asyncrlhf.messages import EngineEvent, Packed, ParallelLayout, StepResult, TrainBatch, pack
 from asyncrlhf.messages.samples import Message
@@ -71,14 +70,17 @@ class Member(Engine):
         """What was published."""
         return {name: weight.clone().numpy() for name, weight in self._trainer._transport.receive(payload)}
 
-    def all_steps(self, batch: TrainBatch, loss: Packed) -> StepResult:
-        return self._trainer.step(batch, loss)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
 
-VERBS = {"weights": lead, "read": lead, "kept_numbers": broadcast, "become": broadcast, "gradients": three_d}
+VERBS = {
+    "weights": "lead",
+    "read": "lead",
+    "kept_numbers": "broadcast",
+    "become": "broadcast",
+    "gradients": "data_parallel",
+}
 
 
 class Crew:

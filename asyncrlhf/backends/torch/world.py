@@ -113,7 +113,7 @@ def _require_own_device(store: dist.TCPStore, rank: int, ranks: int, device: tor
 # ---- parameters shared by ranks ------------------------------------------------------------------------------------
 def replicate(module: nn.Module) -> DistributedDataParallel:
     """Every rank keeps all of it; gradients become their mean over ranks."""
-    return DistributedDataParallel(module, broadcast_buffers=False)
+    return DistributedDataParallel(module, forward_sync_buffers=False)
 
 
 def shard(module: nn.Module, layers: list[nn.Module], device: torch.device, ranks: int) -> None:

@@ -1,0 +1,30 @@
+"""kill -9 of one rank of a trained model: all of them end, the rank is named, and the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import scene
+from tests.faults.forks import Forks
+from tests.faults.test_local import LOCAL, PATIENCE, engines, gone, kill_at
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_L12_one_rank_is_killed_and_the_run_goes_on_from_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    text = LOCAL.replace("train_steps = 6", "train_steps = 12")
+    text += '[groups.policy]\ndata_parallel = 2\nsharding = "full"\n'
+    name, run = scene.write(tmp_path, text), tmp_path / "run"
+    child = forks.start(tmp_path, name)
+    assert child.until(lambda: {"policy/0", "policy/1"} <= set(engines(child.pid)), PATIENCE), child.text
+    there = engines(child.pid)
+    pid = kill_at(child, run, 3, "policy/1")
+    assert child.until(lambda: "going on from run/checkpoints" in child.text, PATIENCE), child.text
+    assert gone(there)
+    assert child.wait(PATIENCE) == 0, child.text
+    assert f"group 'policy', rank 1: process {pid} was ended by SIGKILL (signal 9)" in child.text
+    assert "limits.max_restarts: 1 of 3" in child.text
+    assert scene.lineage(run).consumed == dict.fromkeys(range(48), 1)
+    assert [row["train_step"] for row in scene.rows(run)] == list(range(12))
