@@ -11,10 +11,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncrlhf.abc import EngineSpec, Place, Runtime
+from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.rules import RuleOptions
 from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.config.convert import convert
-from asyncrlhf.config.groups import Compute, Rules, TorchReward, TorchRollout, TorchScore, TorchTrain
+from asyncrlhf.config.groups import (
+    Compute,
+    MegatronTrain,
+    Rules,
+    TorchReward,
+    TorchRollout,
+    TorchScore,
+    Trained,
+)
 from asyncrlhf.config.schema import Config, Data
 from asyncrlhf.control.rundir import LOGS
 from asyncrlhf.data.source import open_dataset
@@ -25,7 +34,7 @@ from asyncrlhf.groups import CriticGroup, Group, PolicyGroup, ReferenceGroup, Re
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.rollout import Sampling
 from asyncrlhf.groups.scorers import ModelScorer, RuleScorer
-from asyncrlhf.messages import Rollout
+from asyncrlhf.messages import ParallelLayout, Rollout
 from asyncrlhf.models import Models
 from asyncrlhf.observe import EventLog
 from asyncrlhf.wiring import Wiring
@@ -33,6 +42,7 @@ from asyncrlhf.wiring import Wiring
 __all__ = ("build_groups", "ledger_rules", "make_runtime", "places", "starters")
 
 TRAINER = "asyncrlhf.backends.torch.train:TorchTrainer"
+MEGATRON = "asyncrlhf.backends.megatron.train:MegatronTrainer"
 SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
 SCORER = "asyncrlhf.backends.torch.score:TorchScorer"
 RULES = "asyncrlhf.backends.rules:RuleEngine"
@@ -98,7 +108,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
         if table is None:
             found[name] = (Place(group=name, rank=0, engine=RULES),)
             continue
-        engine = TRAINER if isinstance(table, TorchTrain) else SAMPLER if isinstance(table, TorchRollout) else SCORER
+        engine = _engine(table)
         found[name] = tuple(
             Place(
                 group=name,
@@ -128,10 +138,10 @@ def build_groups(
     groups: dict[str, Group] = {}
     for name, table in wiring.engines.items():
         role, key = wiring.roles.get(name, "judge"), wiring.key(name)
-        if isinstance(table, TorchTrain):
+        if isinstance(table, Trained):
             kind = PolicyGroup if role == "policy" else CriticGroup
             options = _options(
-                TrainerOptions,
+                MegatronOptions if isinstance(table, MegatronTrain) else TrainerOptions,
                 key,
                 table,
                 model=models.directories[name],
@@ -147,6 +157,7 @@ def build_groups(
                 log,
                 runtime,
                 [_spec(place, options) for place in where[name]],
+                layout=_layout(table),
                 needs_proximal=role == "policy" and config.off_policy != "none",
                 gap_alarm=config.limits.logprob_gap,
                 call_timeout=patience,
@@ -181,7 +192,18 @@ def _engines(table: Compute) -> int:
     """Replicas, or ranks."""
     if isinstance(table, TorchRollout):
         return table.replicas
-    return table.data_parallel if isinstance(table, TorchTrain) else 1
+    return table.ranks if isinstance(table, Trained) else 1
+
+
+def _engine(table: Compute) -> str:
+    """Import path of what a table is made into."""
+    if isinstance(table, Trained):
+        return MEGATRON if isinstance(table, MegatronTrain) else TRAINER
+    return SAMPLER if isinstance(table, TorchRollout) else SCORER
+
+
+def _layout(table: Trained) -> ParallelLayout:
+    return ParallelLayout(**{key.removesuffix("_parallel"): size for key, size in table.sizes.items()})
 
 
 def _spec(place: Place, options: msgspec.Struct) -> EngineSpec:

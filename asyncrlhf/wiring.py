@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrlhf.algorithm import Algorithm
 from asyncrlhf.config.convert import convert
-from asyncrlhf.config.groups import ROLES
+from asyncrlhf.config.groups import ROLES, Trained
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.coordinator import Coordinator
@@ -213,13 +213,14 @@ def _check(config: Config, wiring: Wiring) -> None:
             f"has {', '.join(wiring.roles)}; set evaluation.every = 0"
         )
     for name in wiring.of_role("policy", "critic"):
-        ranks = cast(Any, wiring.tables[name]).data_parallel
-        if ranks > 1 and config.runtime == "inproc":
+        table = cast(Trained, wiring.tables[name])
+        if table.ranks > 1 and config.runtime == "inproc":
+            sizes = " * ".join(f"{key} = {size}" for key, size in table.sizes.items() if size > 1)
             raise ConfigError(
-                f'groups.{name}.data_parallel = {ranks} takes {ranks} processes, and runtime = "inproc" is 1; use '
-                'runtime = "local" or "ray", or data_parallel = 1'
+                f'groups.{name}.{sizes} takes {table.ranks} processes, and runtime = "inproc" is 1; use '
+                f'runtime = "local" or "ray", or {" and ".join(f"{k} = 1" for k, n in table.sizes.items() if n > 1)}'
             )
-        optimizer = cast(Any, wiring.tables[name]).optimizer
+        optimizer = table.optimizer
         if optimizer.schedule == "constant":
             continue
         if config.train_steps is None:

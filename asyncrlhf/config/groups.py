@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from msgspec import Meta, Struct, field
@@ -18,6 +19,7 @@ from asyncrlhf.config.bounds import (
     Name,
     Positive,
     PositiveAmount,
+    Recompute,
     Sharding,
     Table,
     require_import_path,
@@ -27,6 +29,8 @@ from asyncrlhf.errors import ConfigError
 
 __all__ = (
     "ROLES",
+    "MegatronCritic",
+    "MegatronTrain",
     "OptimizerTable",
     "Rules",
     "Scratch",
@@ -35,6 +39,7 @@ __all__ = (
     "TorchRollout",
     "TorchScore",
     "TorchTrain",
+    "Trained",
 )
 
 
@@ -95,8 +100,8 @@ class Compute(Table, frozen=True, kw_only=True):
     else the system decides."""
 
 
-class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
-    """A trained model (policy, critic): exactly one of `model` and `scratch`."""
+class Trained(Compute, frozen=True, kw_only=True):
+    """A trained model (policy, critic), whatever trains it: exactly one of `model` and `scratch`."""
 
     model: Name | None = None
     """Hugging Face directory to start from."""
@@ -105,12 +110,34 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
     head: Head = "lm"
     """What sits on the trunk: token log-probs, or one value per token."""
     data_parallel: Positive = 1
-    """Ranks that train it together, each in a process of its own and on its own rows; not with runtime = "inproc"."""
+    """Copies that train it together, each in processes of its own and on its own rows; not with runtime = "inproc"."""
+    micro_batch_tokens: Positive = 2048
+    """Tokens forwarded at once, at most; a longer row goes alone."""
+    optimizer: OptimizerTable = OptimizerTable()
+    """AdamW and its schedule."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parallel sizes by key; their product is the number of ranks."""
+        return {"data_parallel": self.data_parallel}
+
+    @property
+    def ranks(self) -> int:
+        """Processes that one copy of the group takes."""
+        return math.prod(self.sizes.values())
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.scratch is None):
+            given = "neither is set" if self.model is None else "both are set"
+            raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
+
+
+class TorchTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
+    """A model trained with torch and transformers."""
+
     sharding: Sharding = "none"
     """What a rank keeps: "none", all of the model, as replicas do; "full", a part of every parameter, gradient and
     moment, with more communication (FSDP)."""
-    micro_batch_tokens: Positive = 2048
-    """Tokens forwarded at once, at most; a longer row goes alone."""
     micro_batch_rows: Count = 0
     """Rows forwarded at once; 0: only tokens count."""
     layout: Layout = "padded"
@@ -118,13 +145,9 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
     they answer (fewest tokens, fastest on a CPU)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    optimizer: OptimizerTable = OptimizerTable()
-    """AdamW and its schedule."""
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.scratch is None):
-            given = "neither is set" if self.model is None else "both are set"
-            raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
+        super().__post_init__()
         if self.sharding == "full" and self.data_parallel == 1:
             raise ConfigError(
                 'sharding = "full" spreads the model over data_parallel = 1 ranks; raise that, or leave sharding "none"'
@@ -134,6 +157,63 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
 class TorchCritic(TorchTrain, frozen=True, kw_only=True):
     """A trained model with a value per token: a critic, or a reward model in the making. `model` may be a language
     model, or one with a value head, such as a reward model."""
+
+    head: Head = "value"
+    """What sits on the trunk: one value per token, or token log-probs."""
+    new_head: bool = False
+    """Start the value head at 0 even if the directory has one: a critic that keeps a reward model's trunk only."""
+
+
+class MegatronTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag="megatron"):
+    """A model trained with megatron-core: cut over ranks, each in a process of its own."""
+
+    tensor_parallel: Positive = 1
+    """Ranks that share every layer; divides the key/value heads."""
+    pipeline_parallel: Positive = 1
+    """Stages of consecutive layers; divides the layers."""
+    virtual_pipeline: Positive = 1
+    """Chunks of layers per stage, which take turns; above 1 needs pipeline_parallel above 1, and their product divides
+    the layers."""
+    context_parallel: Positive = 1
+    """Ranks that share the tokens of every row."""
+    expert_parallel: Positive = 1
+    """Ranks that share the experts of a layer, taken from data_parallel * context_parallel, which it divides."""
+    sequence_parallel: bool = False
+    """Share norms and residuals among the tensor parallel ranks too: less memory for the same communication."""
+    recompute: Recompute = "none"
+    """Of activations, in the backward pass: "selective", attention only; "full", every layer, for a third more time."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parallel sizes by key; their product is the number of ranks."""
+        return {
+            "tensor_parallel": self.tensor_parallel,
+            "context_parallel": self.context_parallel,
+            "data_parallel": self.data_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
+        }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "sequence_parallel shares tokens among tensor_parallel = 1 ranks; raise that, or leave it false"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise ConfigError(
+                f"virtual_pipeline = {self.virtual_pipeline} cuts the stages of pipeline_parallel = 1; raise that, or "
+                "set virtual_pipeline = 1"
+            )
+        copies = self.data_parallel * self.context_parallel
+        if copies % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel = {self.expert_parallel} does not divide data_parallel * context_parallel = {copies}"
+                ", whose ranks share the experts; lower the first or raise data_parallel"
+            )
+
+
+class MegatronCritic(MegatronTrain, frozen=True, kw_only=True):
+    """A model with a value per token, trained with megatron-core."""
 
     head: Head = "value"
     """What sits on the trunk: one value per token, or token log-probs."""
@@ -253,8 +333,8 @@ class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
 
 
 ROLES: dict[str, type[Struct]] = {
-    "policy": TorchTrain,
-    "critic": TorchCritic,
+    "policy": cast("type[Struct]", TorchTrain | MegatronTrain),
+    "critic": cast("type[Struct]", TorchCritic | MegatronCritic),
     "rollout": TorchRollout,
     "reference": TorchScore,
     "reward": cast("type[Struct]", Rules | TorchReward),

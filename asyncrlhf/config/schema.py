@@ -23,6 +23,8 @@ from asyncrlhf.config.bounds import (
     require_one_source,
 )
 from asyncrlhf.config.groups import ROLES as ROLES
+from asyncrlhf.config.groups import MegatronCritic as MegatronCritic
+from asyncrlhf.config.groups import MegatronTrain as MegatronTrain
 from asyncrlhf.config.groups import OptimizerTable as OptimizerTable
 from asyncrlhf.config.groups import Rules as Rules
 from asyncrlhf.config.groups import Scratch as Scratch
@@ -40,6 +42,8 @@ __all__ = (
     "Data",
     "Evaluation",
     "Limits",
+    "MegatronCritic",
+    "MegatronTrain",
     "Observe",
     "OptimizerTable",
     "Publish",

@@ -15,7 +15,7 @@ from asyncrlhf.backends.megatron.exchange import put_together, weights_of
 from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.megatron.train import MegatronTrainer
 from asyncrlhf.backends.torch.options import OptimizerOptions
-from asyncrlhf.groups.protocols import Protocol, broadcast, lead, three_d
+from asyncrlhf.groups.protocols import Protocol, lead, three_d
 from asyncrlhf.groups.ranks import Ranks
 from asyncrlhf.messages import EngineEvent, Packed, ParallelLayout, StepResult, TrainBatch, pack
 from asyncrlhf.ops import Loss
@@ -72,12 +72,14 @@ class Inspected(MegatronTrainer):
         return {name: whole.numpy() for name, whole in put_together(self._catalogue, rank, tensors, lambda _: 0)}
 
 
+same_for_all = Protocol(three_d.distribute, lead.collect)
+"""Each data parallel copy gets its rows; rank 0 has the result of all."""
 VERBS = {
-    "weights": lead,
-    "gradients": Protocol(three_d.distribute, lead.collect),
-    "moments": broadcast,
-    "damage": broadcast,
-    "read": lead,
+    "weights": "lead",
+    "gradients": f"{__name__}:same_for_all",
+    "moments": "broadcast",
+    "damage": "broadcast",
+    "read": "lead",
 }
 
 

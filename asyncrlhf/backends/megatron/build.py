@@ -13,29 +13,12 @@ from asyncrlhf.backends.megatron import families
 from asyncrlhf.backends.megatron.cpu import import_quietly
 from asyncrlhf.backends.megatron.layers import Norm, PackedAttention, ValueHead
 from asyncrlhf.backends.megatron.options import MegatronOptions
-from asyncrlhf.errors import ConfigError
 
-__all__ = ("build", "padded_vocabulary", "require_divides")
+__all__ = ("build", "padded_vocabulary")
 
 VOCABULARY_GRAIN = 128
 """The vocabulary is filled up to a multiple of this, whatever the layout, so that checkpoints fit into others."""
 LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
-
-
-def require_divides(options: MegatronOptions, config: Any) -> None:
-    """Raises ConfigError for parallel sizes that do not divide what they cut."""
-    layers = options.pipeline_parallel * options.virtual_pipeline
-    stages = "pipeline_parallel" if options.virtual_pipeline == 1 else "pipeline_parallel * virtual_pipeline"
-    experts = getattr(config, "num_experts", 0)
-    for name, size, what, total in (
-        ("tensor_parallel", options.tensor_parallel, "key/value heads", config.num_key_value_heads),
-        ("tensor_parallel", options.tensor_parallel, "places of intermediate_size", config.intermediate_size),
-        (stages, layers, "layers", config.num_hidden_layers),
-        ("expert_parallel", options.expert_parallel, "experts", experts or 1),
-    ):
-        if total % size:
-            fits = [str(n) for n in range(1, min(total, 64) + 1) if total % n == 0]
-            raise ConfigError(f"{name} = {size} does not divide {total} {what}; use one of {', '.join(fits)}")
 
 
 def padded_vocabulary(size: int, tensor_parallel: int) -> int:

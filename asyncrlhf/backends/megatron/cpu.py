@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("calling", "import_quietly", "install")
+__all__ = ("calling", "import_quietly", "install", "require_device")
 
 CPU = torch.device("cpu")
 CUDA_NAMES = {
@@ -60,13 +60,17 @@ def _quiet() -> Generator[None]:
             logger.setLevel(level)
 
 
+def require_device(device: str) -> None:
+    """Raises ConfigError for "cpu" on a machine with CUDA, and for anything else on one without."""
+    if not _installed and torch.cuda.is_available() == (device == "cpu"):
+        what, fix = ("a machine without CUDA", "cuda") if device == "cpu" else ("CUDA, which is not here", "cpu")
+        raise ConfigError(f'device = "{device}" takes {what}, with backend = "megatron"; set device = "{fix}"')
+
+
 def install() -> None:
-    """Make megatron-core compute on the CPU, for the rest of the process. Raises ConfigError where CUDA is available:
-    what is replaced here would be missing there."""
+    """Make megatron-core compute on the CPU, for the rest of the process; only on machines without CUDA."""
     if _installed:
         return
-    if torch.cuda.is_available():
-        raise ConfigError('device = "cpu" with megatron-core takes a machine without CUDA; use device = "cuda"')
     _installed.append("torch.cuda")
     _replace_cuda()
     _replace_random()

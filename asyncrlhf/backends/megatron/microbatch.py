@@ -1,4 +1,4 @@
-"""From a forward of packed rows to what one rank reads of it: its context parallel places, and what is asked of them."""
+"""From a forward of packed rows to what one rank reads of it: its context parallel places, and what they are asked."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from asyncrlhf.abc import TrainEngine
 from asyncrlhf.backends.megatron import cpu
-from asyncrlhf.backends.megatron.build import require_divides
 from asyncrlhf.backends.megatron.exchange import Catalogue, load, put_together, weights_of
 from asyncrlhf.backends.megatron.microbatch import MicroBatch
 from asyncrlhf.backends.megatron.model import Model
@@ -22,6 +21,7 @@ from asyncrlhf.backends.megatron.optimizer import Optimizer
 from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.megatron.parallel import Standing, stand, start_alone
 from asyncrlhf.backends.megatron.probe import likely_tokens, probe
+from asyncrlhf.backends.megatron.sizes import require_fits
 from asyncrlhf.backends.megatron.state import load_state, save_model, save_state
 from asyncrlhf.backends.torch.data import Rows, split_by_row
 from asyncrlhf.backends.torch.engine import TorchEngine
@@ -55,11 +55,12 @@ class MegatronTrainer(TorchEngine, TrainEngine):
         """Raises ConfigError: no such directory or device, an architecture or layout that cannot be built, missing
         weights."""
         self.options = options
+        cpu.require_device(options.device)
         self._device = pick_device(options.device)
         if options.device == "cpu":
             cpu.install()
         self._config = read_config(options.model, options.head)
-        require_divides(options, self._config)
+        require_fits(options, self._config)
         self._transport = import_object(options.transport)()
         self._exported: tuple[int, Mapping[str, Any], Probe | None] | None = None
         self._probed: tuple[int, ...] = ()
