@@ -1,4 +1,4 @@
-"""Processes that are the ranks of one megatron trainer, and show what is inside it."""
+"""Processes that become the ranks of one megatron trainer after another, so that a test need not start any."""
 
 from __future__ import annotations
 
@@ -6,78 +6,109 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrlhf.abc import EngineHandle, EngineSpec, Place
+from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, Place
+from asyncrlhf.backends.megatron.cpu import import_quietly
 from asyncrlhf.backends.megatron.exchange import put_together, weights_of
 from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.megatron.train import MegatronTrainer
 from asyncrlhf.backends.torch.options import OptimizerOptions
 from asyncrlhf.groups.protocols import Protocol, lead, three_d
 from asyncrlhf.groups.ranks import Ranks
-from asyncrlhf.messages import EngineEvent, Packed, ParallelLayout, StepResult, TrainBatch, pack
+from asyncrlhf.messages import ArrayColumn, EngineEvent, Packed, ParallelLayout, StepResult, TrainBatch, pack
+from asyncrlhf.messages.samples import Message
 from asyncrlhf.ops import Loss
 from asyncrlhf.runtimes.local import LocalRuntime
 
-__all__ = ("Crew", "Inspected", "layout_of")
+__all__ = ("Crew", "Member", "MemberOptions", "layout_of", "split_experts", "spread")
 
-ENGINE = "tests.integration.megatron_crew:Inspected"
+parallel_state = import_quietly("megatron.core.parallel_state")
+ENGINE = "tests.integration.megatron_crew:Member"
 
 
-class Inspected(MegatronTrainer):
-    """A trainer that shows its weights and gradients, whole, on rank 0."""
+class MemberOptions(Message, frozen=True, kw_only=True):
+    """Nothing to choose before it becomes a trainer."""
+
+
+class Member(Engine):
+    """A process that holds one trainer at a time, and shows its weights and gradients, whole, on rank 0."""
+
+    Options = MemberOptions
+
+    def __init__(self, options: MemberOptions) -> None:
+        torch.set_num_threads(1)
+        self._trainer: MegatronTrainer | None = None
+
+    def become(self, options: MegatronOptions) -> None:
+        """Another trainer, with new weights, perhaps in another layout."""
+        if self._trainer is not None:
+            self._trainer.close()
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+        self._trainer = MegatronTrainer(options)
 
     def weights(self) -> dict[str, Any]:
-        return self._whole(weights_of(self._model))
+        return self._whole(weights_of(self._trainer._model))
 
     def gradients(self, batch: TrainBatch, loss: Packed) -> dict[str, Any]:
         """Whole gradients of one step, caught where the optimizer would take them."""
-        caught: dict[str, Any] = {}
+        trainer, caught = self._trainer, {}
 
         def keep(train_step: int, norm: float) -> float:
-            for chunk in self._model.wrapped:
+            for chunk in trainer._model.wrapped:
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                     _gather(buffer)
-            caught.update(self._whole({n: p.main_grad for n, p in weights_of(self._model).items()}))
+            caught.update(self._whole({n: p.main_grad for n, p in weights_of(trainer._model).items()}))
             return 0.0
 
-        original, self._optimizer.step = self._optimizer.step, keep
-        try:
-            assert self.step(batch, loss).applied
-        finally:
-            self._optimizer.step = original
-            self._optimizer.zero_grad()
-            self._stepped_in = -1
+        original, trainer._optimizer.step = trainer._optimizer.step, keep
+        assert trainer.step(batch, loss).applied
+        trainer._optimizer.step = original
+        trainer._optimizer.zero_grad()
+        trainer._stepped_in = -1
         return caught
 
     def moments(self) -> int:
         """Numbers in the moments that this rank has allocated."""
-        states = (state for adamw in self._optimizer.adamws() for state in adamw.state.values())
+        states = (state for adamw in self._trainer._optimizer.adamws() for state in adamw.state.values())
         return sum(state["exp_avg"].numel() + state["exp_avg_sq"].numel() for state in states)
+
+    def parameters(self) -> int:
+        """Numbers in the parameters of this rank."""
+        return sum(weight.numel() for weight in weights_of(self._trainer._model).values())
 
     def damage(self, name: str) -> None:
         """Make one number of a parameter nan, on the ranks that have it."""
-        for found, weight in weights_of(self._model).items():
+        for found, weight in weights_of(self._trainer._model).items():
             if found.endswith(name):
                 weight.data.view(-1)[0] = float("nan")
 
     def read(self, payload: Any) -> dict[str, Any]:
         """What was published."""
-        return {name: weight.clone().numpy() for name, weight in self._transport.receive(payload)}
+        return {name: weight.clone().numpy() for name, weight in self._trainer._transport.receive(payload)}
 
     def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        rank = self._standing.world.rank
-        return {name: whole.numpy() for name, whole in put_together(self._catalogue, rank, tensors, lambda _: 0)}
+        trainer = self._trainer
+        found = put_together(trainer._catalogue, trainer._standing.world.rank, tensors, lambda _: 0)
+        return {name: whole.float().numpy() for name, whole in found}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
 
 
 same_for_all = Protocol(three_d.distribute, lead.collect)
 """Each data parallel copy gets its rows; rank 0 has the result of all."""
 VERBS = {
+    "become": "broadcast",
     "weights": "lead",
     "gradients": f"{__name__}:same_for_all",
     "moments": "broadcast",
+    "parameters": "broadcast",
     "damage": "broadcast",
     "read": "lead",
 }
@@ -103,31 +134,34 @@ def layout_of(options: MegatronOptions) -> ParallelLayout:
 
 
 class Crew:
-    """The ranks of one trainer, called from a test without an event loop."""
+    """Some of its processes at work on a trainer, called from a test without an event loop."""
 
-    def __init__(self, model: str, **options: Any) -> None:
-        options.setdefault("optimizer", OptimizerOptions(learning_rate=1e-3, max_grad_norm=1e9))
-        options.setdefault("max_response_tokens", 12)
-        options.setdefault("device", "cpu")
-        full = MegatronOptions(model=model, **options)
+    def __init__(self, size: int) -> None:
         self._runner = asyncio.Runner()
         self._runtime = LocalRuntime()
-        places = [Place(group="policy", rank=rank, engine=ENGINE) for rank in range(full.ranks)]
+        places = [Place(group="policy", rank=rank, engine=ENGINE) for rank in range(size)]
         self._runtime.expect(places)
-        try:
-            self._handles: list[EngineHandle] = self._run(self._spawn(full, places))
-            self.ranks = Ranks(self._handles, layout_of(full), VERBS)
-            if full.ranks > 1:
-                self._run(self.ranks.join(60.0))
-        except BaseException:
-            self.close()
-            raise
+        self._handles: list[EngineHandle] = self._run(self._spawn(places))
+        self.ranks: Ranks | None = None
 
-    async def _spawn(self, options: MegatronOptions, places: Sequence[Place]) -> list[EngineHandle]:
-        specs = [EngineSpec(group=p.group, rank=p.rank, engine=p.engine, options=options) for p in places]
+    async def _spawn(self, places: Sequence[Place]) -> list[EngineHandle]:
+        specs = [EngineSpec(group=p.group, rank=p.rank, engine=p.engine, options=MemberOptions()) for p in places]
         return list(await asyncio.gather(*(self._runtime.spawn(spec, _heard) for spec in specs)))
 
+    def become(self, model: str, **options: Any) -> Crew:
+        """Ranks of a new trainer."""
+        options.setdefault("optimizer", OptimizerOptions(learning_rate=1e-3, max_grad_norm=1e9))
+        options.setdefault("max_response_tokens", 12)
+        options.setdefault("micro_batch_tokens", 60)
+        full = MegatronOptions(model=model, device="cpu", **options)
+        self.ranks = Ranks(self._handles[: full.ranks], layout_of(full), VERBS)
+        self.call("become", full)
+        if full.ranks > 1:
+            self._run(self.ranks.join(60.0))
+        return self
+
     def call(self, verb: str, *arguments: Any) -> Any:
+        assert self.ranks is not None
         return self._run(self.ranks.call(verb, *arguments))
 
     def step(self, batch: TrainBatch, loss: Loss) -> StepResult:
@@ -138,14 +172,6 @@ class Crew:
 
     def weights(self) -> dict[str, Tensor]:
         return _tensors(self.call("weights"))
-
-    def each(self, verb: str, *arguments: Any) -> list[Any]:
-        """What every rank gives for the same arguments."""
-
-        async def ask() -> list[Any]:
-            return list(await asyncio.gather(*(handle.call(verb, *arguments) for handle in self._handles)))
-
-        return self._run(ask())
 
     def close(self) -> None:
         self._run(self._runtime.close())
@@ -161,3 +187,27 @@ def _heard(events: Sequence[EngineEvent]) -> None:
 
 def _tensors(arrays: dict[str, Any]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+
+
+def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of all experts of a layer, as transformers has them in memory, one by one, as in files."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        before, fused, kind = name.partition(".experts.")
+        if not fused:
+            found[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            if kind == "down_proj":
+                found[f"{before}.experts.{number}.down_proj.weight"] = expert
+            else:
+                gate, up = expert.chunk(2)
+                found[f"{before}.experts.{number}.gate_proj.weight"] = gate
+                found[f"{before}.experts.{number}.up_proj.weight"] = up
+    return found
+
+
+def spread(batch: TrainBatch, vocabulary: int) -> TrainBatch:
+    """The batch with its tokens all over a larger vocabulary."""
+    rows = tuple((ids * 7 % vocabulary).astype(np.int32) for ids in batch.columns["token_ids"].fetch())
+    return batch.with_columns(token_ids=ArrayColumn("sequence", rows)).without_origin()

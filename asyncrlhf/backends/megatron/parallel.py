@@ -15,7 +15,7 @@ from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.torch.world import World
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("Standing", "stand", "start_alone")
+__all__ = ("Standing", "leave", "stand", "start_alone")
 
 SEED = 1234
 """Of megatron-core's own random states; nothing here is drawn from them."""
@@ -81,3 +81,11 @@ def stand(options: MegatronOptions, world: World, timeout: float) -> Standing:
         expert=state.get_expert_model_parallel_group(),
         pipeline=state.get_pipeline_model_parallel_group(),
     )
+
+
+def leave(world: World) -> None:
+    """End the process groups of several ranks. A rank alone keeps its own: other models of the process may be alone,
+    too."""
+    if world.size > 1:
+        import_quietly("megatron.core.parallel_state").destroy_model_parallel()
+        world.leave()

@@ -19,7 +19,7 @@ from asyncrlhf.backends.megatron.microbatch import MicroBatch
 from asyncrlhf.backends.megatron.model import Model
 from asyncrlhf.backends.megatron.optimizer import Optimizer
 from asyncrlhf.backends.megatron.options import MegatronOptions
-from asyncrlhf.backends.megatron.parallel import Standing, stand, start_alone
+from asyncrlhf.backends.megatron.parallel import Standing, leave, stand, start_alone
 from asyncrlhf.backends.megatron.probe import likely_tokens, probe
 from asyncrlhf.backends.megatron.sizes import require_fits
 from asyncrlhf.backends.megatron.state import load_state, save_model, save_state
@@ -92,7 +92,7 @@ class MegatronTrainer(TorchEngine, TrainEngine):
 
     def close(self) -> None:
         if "_model" in vars(self):
-            self._standing.world.leave()
+            leave(self._standing.world)
         super().close()
 
     def step(self, batch: TrainBatch, loss: Packed) -> StepResult:
