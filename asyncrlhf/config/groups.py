@@ -177,7 +177,8 @@ class MegatronTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag
     context_parallel: Positive = 1
     """Ranks that share the tokens of every row."""
     expert_parallel: Positive = 1
-    """Ranks that share the experts of a layer, taken from data_parallel * context_parallel, which it divides."""
+    """Ranks that share the experts of a layer, each with whole ones; divides the experts, and tensor_parallel *
+    context_parallel * data_parallel, whose ranks they are."""
     sequence_parallel: bool = False
     """Share norms and residuals among the tensor parallel ranks too: less memory for the same communication."""
     recompute: Recompute = "none"
@@ -204,11 +205,11 @@ class MegatronTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag
                 f"virtual_pipeline = {self.virtual_pipeline} cuts the stages of pipeline_parallel = 1; raise that, or "
                 "set virtual_pipeline = 1"
             )
-        copies = self.data_parallel * self.context_parallel
-        if copies % self.expert_parallel:
+        stage = self.ranks // self.pipeline_parallel
+        if stage % self.expert_parallel:
             raise ConfigError(
-                f"expert_parallel = {self.expert_parallel} does not divide data_parallel * context_parallel = {copies}"
-                ", whose ranks share the experts; lower the first or raise data_parallel"
+                f"expert_parallel = {self.expert_parallel} does not divide the {stage} ranks of tensor_parallel * "
+                "context_parallel * data_parallel, which share the experts; lower the first or raise data_parallel"
             )
 
 

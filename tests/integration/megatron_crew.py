@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from algorithms.grpo import GRPOLoss
+from algorithms.ppo import PPOLoss
 from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, Place
 from asyncrlhf.backends.megatron.cpu import import_quietly
 from asyncrlhf.backends.megatron.exchange import put_together, weights_of
@@ -23,10 +25,33 @@ from asyncrlhf.messages import ArrayColumn, EngineEvent, Packed, ParallelLayout,
 from asyncrlhf.messages.samples import Message
 from asyncrlhf.ops import Loss
 from asyncrlhf.runtimes.local import LocalRuntime
+from tests.integration.torch_scene import SequenceRatioLoss, gradients, trainer, weights
 
-__all__ = ("Crew", "Member", "MemberOptions", "layout_of", "split_experts", "spread")
+__all__ = (
+    "EXPERTS",
+    "LOSSES",
+    "Crew",
+    "Reference",
+    "gap",
+    "reference",
+    "Member",
+    "MemberOptions",
+    "layout_of",
+    "split_experts",
+    "spread",
+)
 
 parallel_state = import_quietly("megatron.core.parallel_state")
+LOSSES = {"ppo": PPOLoss(entropy=0.01), "grpo": GRPOLoss(), "sequence": SequenceRatioLoss()}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 ENGINE = "tests.integration.megatron_crew:Member"
 
 
@@ -211,3 +236,25 @@ def spread(batch: TrainBatch, vocabulary: int) -> TrainBatch:
     """The batch with its tokens all over a larger vocabulary."""
     rows = tuple((ids * 7 % vocabulary).astype(np.int32) for ids in batch.columns["token_ids"].fetch())
     return batch.with_columns(token_ids=ArrayColumn("sequence", rows)).without_origin()
+
+
+class Reference(NamedTuple):
+    """What the torch engine makes of a batch."""
+
+    logprobs: list[np.ndarray]
+    gradients: dict[str, dict[str, Tensor]]
+    metrics: dict[str, float]
+    stepped: dict[str, Tensor]
+
+
+def reference(model: str, batch: TrainBatch) -> Reference:
+    engine = trainer(model)
+    found = {name: split_experts(gradients(engine, batch, loss)) for name, loss in LOSSES.items()}
+    logprobs = list(engine.logprobs(batch))
+    fresh = trainer(model)
+    metrics = fresh.step(batch, pack(LOSSES["ppo"])).metrics
+    return Reference(logprobs, found, dict(metrics), split_experts(weights(fresh)))
+
+
+def gap(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))

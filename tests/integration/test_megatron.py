@@ -7,26 +7,23 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from algorithms.grpo import GRPOLoss
 from algorithms.ppo import PPOLoss
 from asyncrlhf.backends.torch.train import TorchTrainer
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import ArrayColumn, TrainBatch, pack
 from asyncrlhf.ops import GAE
 from asyncrlhf.weights.checksum import checksum
-from tests.integration.megatron_crew import Crew, split_experts, spread
+from tests.integration.megatron_crew import EXPERTS, LOSSES, Crew, Reference, gap, reference, split_experts, spread
 from tests.integration.torch_scene import (
     SequenceMeanLoss,
-    SequenceRatioLoss,
     ValueLoss,
     distance,
     gradients,
@@ -41,16 +38,6 @@ from tests.integration.torch_scene import (
 pytestmark = pytest.mark.timeout(180)
 VOCABULARY = 200
 """Filled up to 256 rows of the embedding: of two tensor parallel ranks both have tokens, and one has padding."""
-LOSSES = {"ppo": PPOLoss(entropy=0.01), "grpo": GRPOLoss(), "sequence": SequenceRatioLoss()}
-EXPERTS = {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {"recompute": "full"},
     "tensor": {"tensor_parallel": 2, "sequence_parallel": True},
@@ -58,28 +45,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {"data_parallel": 2},
     "context": {"context_parallel": 2, "recompute": "selective"},
 }
-
-
-class Reference(NamedTuple):
-    """What the torch engine makes of a batch."""
-
-    logprobs: list[np.ndarray]
-    gradients: dict[str, dict[str, Tensor]]
-    metrics: dict[str, float]
-    stepped: dict[str, Tensor]
-
-
-def reference(model: str, batch: TrainBatch) -> Reference:
-    engine = trainer(model)
-    found = {name: split_experts(gradients(engine, batch, loss)) for name, loss in LOSSES.items()}
-    logprobs = list(engine.logprobs(batch))
-    fresh = trainer(model)
-    metrics = fresh.step(batch, pack(LOSSES["ppo"])).metrics
-    return Reference(logprobs, found, dict(metrics), split_experts(weights(fresh)))
-
-
-def gap(found: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +89,13 @@ def test_what_is_computed_does_not_depend_on_the_layout(
 def test_experts_may_be_spread_over_data_parallel_ranks(crew: Crew, tmp_path: Path) -> None:
     model, batch = make_model(tmp_path / "experts", **EXPERTS), make_batch()
     check_parity(crew.become(model, data_parallel=2, expert_parallel=2), batch, reference(model, batch))
+    published = crew.call("read", crew.call("export", 1).payload)
+    assert {name: weight.shape for name, weight in published.items()} == {
+        name: tuple(weight.shape) for name, weight in weights(trainer(model)).items()
+    }
+    assert distance(split_experts({n: torch.from_numpy(w) for n, w in published.items()}), crew.weights()) == 0
+    crew.call("save_model", tmp_path / "saved")
+    assert gap(crew.call("logprobs", batch), list(trainer(str(tmp_path / "saved")).logprobs(batch))) < 1e-5
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
@@ -205,7 +177,7 @@ def test_n16_transformers_reads_what_is_saved(crew: Crew, model: str, batch: Tra
     assert before.get_vocab() == after.get_vocab()
     assert before.chat_template == after.chat_template
     module, tokens = AutoModelForCausalLM.from_pretrained(tmp_path), torch.arange(2, 12)[None]
-    assert distance(dict(module.named_parameters()), crew.weights()) == 0
+    assert distance({name: p.detach() for name, p in module.named_parameters()}, crew.weights()) == 0
     again = trainer(str(tmp_path)).logprobs(batch)
     assert gap(crew.call("logprobs", batch), list(again)) < 1e-5
     assert module(tokens).logits.isfinite().all()

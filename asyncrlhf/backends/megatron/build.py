@@ -64,6 +64,7 @@ def _fields(options: MegatronOptions, config: Any) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": options.virtual_pipeline if several else None,
         "context_parallel_size": options.context_parallel,
         "expert_model_parallel_size": options.expert_parallel,
+        "expert_tensor_parallel_size": 1,  # experts are whole: more of them to a rank, or fewer, with expert_parallel
         "sequence_parallel": options.sequence_parallel,
         "variable_seq_lengths": options.pipeline_parallel > 1 and not several,
         "overlap_p2p_comm": several,  # with the default the interleaved schedule gives wrong numbers

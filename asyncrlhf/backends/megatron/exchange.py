@@ -19,7 +19,7 @@ from asyncrlhf.backends.megatron.families import Piece
 from asyncrlhf.backends.megatron.model import Model
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("Catalogue", "Reader", "load", "put_together")
+__all__ = ("Catalogue", "Reader", "load", "put_together", "stack_experts", "weights_of")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -173,6 +173,28 @@ def put_together(
             found.narrow(source.piece.dim, source.piece.start, source.piece.stop - source.piece.start).copy_(part)
         if found is not None:
             yield name, found
+
+
+def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face tensors as transformers has them in memory: all experts of a layer in one, gate above up."""
+    found: dict[str, Tensor] = {}
+    experts: dict[str, dict[str, list[Tensor]]] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: _expert_order(item[0])):
+        fused, expert = _fused(name)
+        if expert is None:
+            found[name] = tensor
+            continue
+        before = fused.rpartition(".")[0]
+        experts.setdefault(before, {}).setdefault(name.rpartition(".weight")[0].rpartition(".")[2], []).append(tensor)
+    for before, kinds in experts.items():
+        gate_up = zip(kinds["gate_proj"], kinds["up_proj"], strict=True)
+        found[f"{before}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in gate_up])
+        found[f"{before}.down_proj"] = torch.stack(kinds["down_proj"])
+    return found
+
+
+def _expert_order(name: str) -> int:
+    return _fused(name)[1] or 0
 
 
 def _count(shape: tuple[int, ...]) -> int:

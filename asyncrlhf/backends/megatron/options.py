@@ -46,7 +46,7 @@ class MegatronOptions(Table, frozen=True, kw_only=True):
     data_parallel: Positive = 1
     context_parallel: Positive = 1
     expert_parallel: Positive = 1
-    """Ranks that share the experts of a layer; they are taken from the data and context parallel ones."""
+    """Ranks that share the experts of a layer, of those that have the same layers."""
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     optimizer: OptimizerOptions = OptimizerOptions()

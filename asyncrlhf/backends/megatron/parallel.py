@@ -67,6 +67,7 @@ def stand(options: MegatronOptions, world: World, timeout: float) -> Standing:
             virtual_pipeline_model_parallel_size=options.virtual_pipeline if options.virtual_pipeline > 1 else None,
             context_parallel_size=options.context_parallel,
             expert_model_parallel_size=options.expert_parallel,
+            expert_tensor_parallel_size=1,
             distributed_timeout_minutes=max(1, round(min(timeout, timedelta(days=30).total_seconds()) / 60)),
         )
         outside = torch.get_rng_state()

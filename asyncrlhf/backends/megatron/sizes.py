@@ -26,6 +26,9 @@ class Sizes(Protocol):
     @property
     def expert_parallel(self) -> int: ...
 
+    @property
+    def sequence_parallel(self) -> bool: ...
+
 
 def require_installed() -> None:
     """Raises ConfigError where megatron-core is missing."""
@@ -49,3 +52,8 @@ def require_fits(sizes: Sizes, config: Any) -> None:
         if total % size:
             fits = [str(number) for number in range(1, min(total, 64) + 1) if total % number == 0]
             raise ConfigError(f"{name} = {size} does not divide {total} {what}; use {' or '.join(fits)}")
+    if hasattr(config, "num_experts") and sizes.tensor_parallel > 1 and not sizes.sequence_parallel:
+        raise ConfigError(
+            f"tensor_parallel = {sizes.tensor_parallel} of a model with {config.num_experts} experts takes "
+            "sequence_parallel = true, so that each rank brings tokens of its own to them"
+        )

@@ -127,9 +127,11 @@ def _write_in_process() -> None:
 
 
 def _state(model: Model, optimizer: Optimizer, *, loading: bool) -> dict[str, Any]:
+    """What is written, or to be filled, in megatron-core's words."""
+    sharding = dict(SHARDING)  # megatron-core adds process groups to it
     found: dict[str, Any] = {
-        f"model{number}": chunk.sharded_state_dict(metadata=SHARDING) for number, chunk in enumerate(model.chunks)
+        f"model{number}": chunk.sharded_state_dict(metadata=sharding) for number, chunk in enumerate(model.chunks)
     }
-    model_state = {"model": found["model0"]} if len(model.chunks) == 1 else found
-    sharded = optimizer.inner.sharded_state_dict(dict(model_state), is_loading=loading, metadata=SHARDING)
-    return found | {"optimizer": sharded}
+    weights = {"model": found["model0"]} if len(model.chunks) == 1 else dict(found)
+    found["optimizer"] = optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=sharding)
+    return found

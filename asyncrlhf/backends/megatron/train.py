@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrlhf.abc import TrainEngine
 from asyncrlhf.backends.megatron import cpu
-from asyncrlhf.backends.megatron.exchange import Catalogue, load, put_together, weights_of
+from asyncrlhf.backends.megatron.exchange import Catalogue, load, put_together, stack_experts, weights_of
 from asyncrlhf.backends.megatron.microbatch import MicroBatch
 from asyncrlhf.backends.megatron.model import Model
 from asyncrlhf.backends.megatron.optimizer import Optimizer
@@ -182,7 +182,7 @@ class MegatronTrainer(TorchEngine, TrainEngine):
                 f"version {version} has {len(bad)} parameters that are not finite, among them {bad[0]!r}; the weights "
                 "published before stay in use. Lower the learning rate or max_grad_norm"
             )
-        weights = dict(put_together(self._catalogue, world.rank, own, lambda _: 0))
+        weights = stack_experts(dict(put_together(self._catalogue, world.rank, own, lambda _: 0)))
         digest = world.first(0 if world.rank else checksum(weights))
         changed = self._exported is None or self._exported[0] != digest
         if changed:
