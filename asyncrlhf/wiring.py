@@ -215,10 +215,9 @@ def _check(config: Config, wiring: Wiring) -> None:
     for name in wiring.of_role("policy", "critic"):
         table = cast(Trained, wiring.tables[name])
         if table.ranks > 1 and config.runtime == "inproc":
-            sizes = " * ".join(f"{key} = {size}" for key, size in table.sizes.items() if size > 1)
             raise ConfigError(
-                f'groups.{name}.{sizes} takes {table.ranks} processes, and runtime = "inproc" is 1; use '
-                f'runtime = "local" or "ray", or {" and ".join(f"{k} = 1" for k, n in table.sizes.items() if n > 1)}'
+                f'groups.{name}.{table.many} takes {table.ranks} processes, and runtime = "inproc" is 1; use '
+                'runtime = "local" or "ray", or sizes of 1'
             )
         optimizer = table.optimizer
         if optimizer.schedule == "constant":

@@ -12,6 +12,7 @@ from asyncrlhf.errors import ConfigError
 __all__ = (
     "PATTERNS",
     "Amount",
+    "Attention",
     "Cap",
     "Correction",
     "Count",
@@ -49,6 +50,7 @@ Head = Literal["lm", "value"]
 Layout = Literal["padded", "packed", "shared"]
 Sharding = Literal["none", "full"]
 Recompute = Literal["none", "selective", "full"]
+Attention = Literal["auto", "sdpa", "flash_attention_2"]
 Correction = Literal["none", "truncated_is", "masked_is", "decoupled"]
 
 

@@ -95,6 +95,13 @@ def _warnings(config: Config, ahead: int) -> Iterator[str]:
         yield f'off_policy = "none": tokens up to {bound} versions old train uncorrected; "decoupled" corrects them'
     if config.answers_per_prompt == 1 and config.data.response is None and "critic" not in config.groups:
         yield "answers_per_prompt = 1: advantages within a prompt are all 0; without a critic, use 2 or more"
+    for name, table in config.groups.items():
+        ranks, rows = table.get("data_parallel", 1), config.prompts_per_step * config.answers_per_prompt
+        if isinstance(ranks, int) and ranks > rows:
+            yield (
+                f"groups.{name}.data_parallel = {ranks}, and a train step has {rows} samples: {ranks - rows} ranks or "
+                "more have nothing to do"
+            )
     if steps is not None and config.checkpoint.every >= steps:
         yield f"checkpoint.every = {config.checkpoint.every} with train_steps = {steps}: only the end is saved"
     if not config.limits.lease_timeout:

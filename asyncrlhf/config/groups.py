@@ -9,6 +9,7 @@ from msgspec import Meta, Struct, field
 
 from asyncrlhf.config.bounds import (
     Amount,
+    Attention,
     Count,
     Decay,
     Device,
@@ -123,13 +124,22 @@ class Trained(Compute, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> int:
-        """Processes that one copy of the group takes."""
+        """Processes that the group takes."""
         return math.prod(self.sizes.values())
+
+    @property
+    def many(self) -> str:
+        """The sizes above 1, for messages."""
+        return " * ".join(f"{key} = {size}" for key, size in self.sizes.items() if size > 1)
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.scratch is None):
             given = "neither is set" if self.model is None else "both are set"
             raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
+        if ":" in self.device and self.ranks > 1:
+            raise ConfigError(
+                f'device = "{self.device}" is 1 GPU, and {self.many} takes {self.ranks}; use "cuda", or lower the latter'
+            )
 
 
 class TorchTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
@@ -143,11 +153,19 @@ class TorchTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag="t
     layout: Layout = "padded"
     """Rows sorted by length and padded; laid end to end in one (GPUs with flash attention); or sharing the prompt that
     they answer (fewest tokens, fastest on a CPU)."""
+    attention: Attention = "auto"
+    """"sdpa": torch's own. "flash_attention_2": for layout "packed" and dtype "bfloat16" on a GPU, where flash-attn is
+    installed. "auto": the second where all that holds, else the first."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.attention == "flash_attention_2" and (self.layout, self.dtype) != ("packed", "bfloat16"):
+            raise ConfigError(
+                f'attention = "flash_attention_2" needs layout = "packed" and dtype = "bfloat16", not "{self.layout}" '
+                f'and "{self.dtype}"; set those, or leave attention "auto"'
+            )
         if self.sharding == "full" and self.data_parallel == 1:
             raise ConfigError(
                 'sharding = "full" spreads the model over data_parallel = 1 ranks; raise that, or leave sharding "none"'

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, EngineLost, GroupError
 from asyncrlhf.groups.group import spawned, within
 from asyncrlhf.groups.protocols import protocol
 from asyncrlhf.messages import EngineEvent
@@ -54,7 +54,11 @@ async def start_ranks(
     if len(specs) == 1:
         return outcome.results[0]
     ranks = Ranks(outcome.results, layout, verbs)
-    await within(seconds, ranks.join(seconds), f"group {specs[0].group!r}: its {len(specs)} ranks' meeting")
+    group = f"group {specs[0].group!r}"
+    try:
+        await within(seconds, ranks.join(seconds), f"{group}: the meeting of its {len(specs)} ranks")
+    except ConfigError as error:
+        raise ConfigError(f"{group}: {error}") from error
     return ranks
 
 

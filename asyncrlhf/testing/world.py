@@ -188,7 +188,7 @@ def _build_groups(run: Run[Any], algorithm: type[Algorithm], hints: Mapping[str,
             assert kind in (PolicyGroup, CriticGroup)
             options = msgspec.structs.replace(scenario.trainer, seed=scenario.seed + (kind is CriticGroup))
             engine = spec(item.name, "trainer:FakeTrainer", options)
-            run.groups[item.name] = kind(item.name, log, runtime, engine, call_timeout=scenario.stall_timeout)
+            run.groups[item.name] = kind(item.name, log, runtime, [engine], call_timeout=scenario.stall_timeout)
         elif kind is ReferenceGroup:
             run.groups[item.name] = kind(item.name, log, frozen(item.name))
         elif kind is RewardGroup:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrlhf.config.derive import derive
 from asyncrlhf.config.load import load
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.launch import run
@@ -79,6 +80,14 @@ def test_a3_n6_ppo_on_two_ranks_each_is_the_run_of_one_and_goes_on_with_one(tmp_
         ),
         (["groups.policy.sharding=full"], 'sharding = "full" spreads the model over data_parallel = 1 ranks'),
         (["groups.policy.data_parallel=0"], "groups.policy.data_parallel"),
+        (
+            ["groups.policy.data_parallel=2", "groups.policy.device=cuda:1"],
+            'groups.policy.device = "cuda:1" is 1 GPU, and data_parallel = 2 takes as many',
+        ),
+        (
+            ["groups.policy.attention=flash_attention_2", "groups.policy.layout=packed"],
+            'needs layout = "packed" and dtype = "bfloat16", not "packed" and "float32"',
+        ),
         (["groups.policy.sharding=half"], "groups.policy.sharding"),
     ],
 )
@@ -87,3 +96,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path, overrides: list[str], message
     path.write_text(PPO)
     with pytest.raises(ConfigError, match=message):
         wire(load(str(path), ["train_steps=4", *overrides]))
+
+
+def test_more_ranks_than_samples_are_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(PPO)
+    assert not any("data_parallel" in line for line in derive(load(str(path), ["train_steps=4", *RANKS])).warnings)
+    found = derive(load(str(path), ["train_steps=4", "groups.critic.data_parallel=6"])).warnings
+    assert any("groups.critic.data_parallel = 6, and a train step has 4 samples: 2 ranks" in line for line in found)

@@ -13,8 +13,10 @@ import torch
 from safetensors import safe_open
 
 from algorithms.reward_model import BradleyTerryLoss
+from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.options import OptimizerOptions
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.backends.torch.probe import require_all_learn
+from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.groups.protocols import shares
 from asyncrlhf.messages import ArrayColumn, TrainBatch, pack
 from asyncrlhf.ops import Loss
@@ -71,6 +73,17 @@ def test_n6_gradients_do_not_depend_on_the_ranks(crew: Crew, model: str, ranks: 
         crew.become(model, ranks, sharding=sharding, **cut)
         for kind, whole in expected.items():
             assert distance(crew.gradients(batch, kind()), whole) < 1e-5, (kind, cut)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_n6_bfloat16_is_that_of_one_rank(crew: Crew, model: str, sharding: str) -> None:
+    """A row gives the same products whoever computes them: only the order of float32 sums differs."""
+    batch, options = make_batch(masked=0.0), {"dtype": "bfloat16", "micro_batch_rows": 1}
+    expected = gradients(trainer(model, **options), batch, PolicyLoss())
+    exact = gradients(trainer(model), batch, PolicyLoss())
+    crew.become(model, 2, sharding=sharding, gradient_checkpointing=sharding == "full", **options)
+    found = crew.gradients(batch, PolicyLoss())
+    assert distance(found, expected) < 1e-2 * distance(expected, exact)
 
 
 def with_returns(batch: TrainBatch) -> TrainBatch:
@@ -185,6 +198,15 @@ def test_a_sharded_rank_keeps_its_part_only(crew: Crew, model: str) -> None:
     parts = crew.become(model, 2, sharding="full").call("kept_numbers")
     assert sum(parts) < 0.51 * whole
     assert max(parts) < 1.2 * min(parts)
+
+
+def test_a_parameter_that_nothing_depends_on_is_named_before_replicas_wait_for_it(model: str) -> None:
+    found = Model(model, device="cpu", trained=True)
+    require_all_learn(found)
+    assert all(parameter.grad is None for parameter in found.parameters().values())
+    found.module.register_parameter("idle", torch.nn.Parameter(torch.zeros(2)))
+    with pytest.raises(ConfigError, match="qwen2 has 1 parameters .* among them 'idle'"):
+        require_all_learn(found)
 
 
 LAYOUTS = [(1, "none"), (2, "none"), (2, "full"), (4, "full")]

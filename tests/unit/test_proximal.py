@@ -117,7 +117,7 @@ def popped_batch(train_step: int = TRAIN_STEP, width: int = 5) -> TrainBatch:
 async def started(kind: type[TrainGroup] = PolicyGroup, **options: Any) -> AsyncIterator[tuple[TrainGroup, Recorder]]:
     spec = EngineSpec(group=kind.__name__, rank=0, engine="none:None", options=msgspec.defstruct("Nothing", [])())
     engine = Recorder(spec)
-    group = kind(spec.group, EventLog(None), engine, spec, **options)
+    group = kind(spec.group, EventLog(None), engine, [spec], **options)
     await group.start()
     serving = asyncio.create_task(group.serve())
     yield group, engine

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncrlhf.backends.torch.attention import ATTENTION
 from asyncrlhf.backends.torch.guard import guard_torchvision
 from asyncrlhf.backends.torch.layout import Cut
-from asyncrlhf.backends.torch.options import Dtype, ScorerOptions
-from asyncrlhf.backends.torch.world import World, gathered, own_device, replicate, shard
+from asyncrlhf.backends.torch.options import Attention, Dtype, ScorerOptions
+from asyncrlhf.backends.torch.world import World, gathered, replicate, shard
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.ops import TokenStats
 
@@ -53,6 +53,7 @@ class Model:
         head: Literal["lm", "value"] = "lm",
         new_head: bool = False,
         packed: bool = False,
+        attention: Attention = "auto",
         trained: bool = False,
         alone: bool = True,
     ) -> None:
@@ -64,8 +65,14 @@ class Model:
             raise ConfigError(f"model = {str(directory)!r} has no config.json; give a Hugging Face model directory")
         self.device = pick_device(device)
         self.head = head
-        self.uses_flash = packed and self.device.type == "cuda" and dtype == "bfloat16" and is_flash_attn_2_available()
+        able = packed and self.device.type == "cuda" and dtype == "bfloat16" and is_flash_attn_2_available()
+        self.uses_flash = able and attention != "sdpa"
         """Whether packed rows go through variable-length flash attention (arXiv 2307.08691) instead of a mask."""
+        if attention == FLASH and not self.uses_flash:
+            raise ConfigError(
+                f'attention = "{FLASH}" needs packed rows, bfloat16, a GPU and the package flash-attn, not packed = '
+                f"{packed}, {dtype}, {self.device.type} and flash-attn = {is_flash_attn_2_available()}"
+            )
         self.compute_dtype = DTYPES[dtype]
         """What matrix products are computed in."""
         self._autocasts = trained and self.compute_dtype != torch.float32
@@ -94,10 +101,9 @@ class Model:
             _disable_dropout(layer)
             layer.training = True  # only such layers are checkpointed; what is inside stays in evaluation mode
 
-    def spread(self, world: World, *, sharded: bool) -> None:
+    def spread(self, world: World, device: torch.device, *, sharded: bool) -> None:
         """Be one of several ranks that train one model: whole on each, or a part of every parameter on each."""
-        self.world, self._sharded = world, sharded
-        self.device = own_device(self.device, world.rank)
+        self.world, self.device, self._sharded = world, device, sharded
         if sharded:
             shard(self.module, self._layers(), self.device, world.size)
         self.module.to(self.device)
@@ -212,7 +218,10 @@ class Model:
         return (hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._selected)[None],)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.compute_dtype) if self._autocasts else nullcontext()
+        """A cache of cast weights would keep whole layers that ranks are to keep parts of."""
+        if not self._autocasts:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype, cache_enabled=not self._sharded)
 
 
 def pick_device(name: str) -> torch.device:

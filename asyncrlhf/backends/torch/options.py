@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from asyncrlhf.config.bounds import (
+    Attention,
     Cap,
     Correction,
     Count,
@@ -25,6 +26,7 @@ from asyncrlhf.config.bounds import (
 from asyncrlhf.config.groups import OptimizerTable
 
 __all__ = (
+    "Attention",
     "Device",
     "Dtype",
     "OptimizerOptions",
@@ -70,6 +72,9 @@ class ScorerOptions(Table, frozen=True, kw_only=True):
     """"padded": rows of similar length side by side. "packed": rows end to end in one, for flash attention on GPUs.
     "shared": answers to one prompt behind a single copy of it where that is less work, which it is for short rows and
     for prompts that are long against their answers."""
+    attention: Attention = "auto"
+    """"flash_attention_2" needs layout "packed", dtype "bfloat16", a GPU and flash-attn; "auto" takes it where it
+    has them, and torch's own ("sdpa") elsewhere."""
     head: Head = "lm"
     """"value": a scalar head instead of the output embedding (a critic, a reward model). One to be trained starts at 0
     if the directory has none."""

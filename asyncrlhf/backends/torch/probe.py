@@ -15,7 +15,7 @@ from asyncrlhf.backends.torch.layout import Layout
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("require_cache_works", "require_layout_works")
+__all__ = ("require_all_learn", "require_cache_works", "require_layout_works")
 
 TOKENS = 6
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -61,10 +61,28 @@ def require_layout_works(model: Model, layout: Layout) -> None:
     _compare(model, found, plain, f"layout = {layout!r}, in which rows share a forward")
 
 
+def require_all_learn(model: Model) -> None:
+    """Ranks that share gradients wait for one of every parameter. Raises ConfigError if some get none."""
+    with model.last_of_step(False):
+        output = model.forward(_ids(model), torch.arange(TOKENS, device=model.device), use_cache=False)
+        output.sum().backward()
+    without = [name for name, parameter in model.parameters().items() if parameter.grad is None]
+    model.module.zero_grad()
+    if without:
+        raise ConfigError(
+            f"{model.module.config.model_type} has {len(without)} parameters that its output does not depend on, among "
+            f"them {without[0]!r}, and replicas wait for each one's gradient; use sharding = 'full' or one rank"
+        )
+
+
+def _ids(model: Model) -> Tensor:
+    step = max(1, model.vocabulary_size // (TOKENS + 1))
+    return (torch.arange(1, TOKENS + 1, device=model.device) * step % model.vocabulary_size)[None]
+
+
 def _plain(model: Model) -> tuple[Tensor, Tensor]:
     """Some token ids [1, TOKENS], and head outputs of a forward with transformers' own attention and masks."""
-    step = max(1, model.vocabulary_size // (TOKENS + 1))
-    ids = (torch.arange(1, TOKENS + 1, device=model.device) * step % model.vocabulary_size)[None]
+    ids = _ids(model)
     attention = model.module.config._attn_implementation
     model.module.set_attn_implementation("sdpa")
     try:

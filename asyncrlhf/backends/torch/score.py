@@ -30,7 +30,14 @@ class TorchScorer(TorchEngine, ScoreEngine):
     def __init__(self, options: ScorerOptions) -> None:
         self.options = options
         packed = options.layout == "packed"
-        self._model = Model(options.model, dtype=options.dtype, device=options.device, head=options.head, packed=packed)
+        self._model = Model(
+            options.model,
+            dtype=options.dtype,
+            device=options.device,
+            head=options.head,
+            packed=packed,
+            attention=options.attention,
+        )
         require_layout_works(self._model, options.layout)
         self._cut = self._model.cut(options)
 

@@ -22,7 +22,7 @@ from asyncrlhf.backends.torch.objective import Counts, Objective
 from asyncrlhf.backends.torch.optimizer import Optimizer
 from asyncrlhf.backends.torch.options import OptimizerOptions as OptimizerOptions
 from asyncrlhf.backends.torch.options import TrainerOptions
-from asyncrlhf.backends.torch.probe import require_layout_works
+from asyncrlhf.backends.torch.probe import require_all_learn, require_layout_works
 from asyncrlhf.backends.torch.score import response_logprobs, response_scores
 from asyncrlhf.backends.torch.state import load_state, save_model, save_state
 from asyncrlhf.backends.torch.world import meet, open_store, own_device
@@ -54,6 +54,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
             head=options.head,
             new_head=options.new_head,
             packed=options.layout == "packed",
+            attention=options.attention,
             trained=True,
             alone=options.data_parallel == 1,
         )
@@ -73,12 +74,14 @@ class TorchTrainer(TorchEngine, TrainEngine):
         """Raises ConfigError if ranks have to share a GPU."""
         device = own_device(self._model.device, rank)
         world = meet(self._store, host, port, rank, ranks, device, timeout)
-        self._model.spread(world, sharded=self.options.sharding == "full")
+        self._model.spread(world, device, sharded=self.options.sharding == "full")
         self._begin()
 
     def _begin(self) -> None:
         """Once the parameters are where they will be."""
         require_layout_works(self._model, self.options.layout)
+        if self._model.world.size > 1 and self.options.sharding == "none":
+            require_all_learn(self._model)
         if self.options.gradient_checkpointing:
             self._model.checkpoint_gradients()
         self._optimizer = Optimizer(self._model.parameters(), self.options.optimizer)

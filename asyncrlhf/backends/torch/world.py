@@ -5,8 +5,11 @@ Whatever is asked here is asked by all ranks at once, and waits for the slowest.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
+import struct
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,10 +23,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("World", "gathered", "open_store", "replicate", "shard", "spread_like")
+__all__ = (
+    "World",
+    "gathered",
+    "interface_towards",
+    "meet",
+    "open_store",
+    "own_device",
+    "replicate",
+    "shard",
+    "spread_like",
+)
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915
+"""Linux: ask for the address of a network interface."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Small things travel between CPUs, also where tensors travel between GPUs."""
 
@@ -79,8 +93,8 @@ def meet(
     store: dist.TCPStore | None, host: str, port: int, rank: int, ranks: int, device: torch.device, timeout: float
 ) -> World:
     """Meet the other ranks at the store of rank 0. Raises ConfigError if two of them have the same GPU."""
-    if host == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if interface := interface_towards(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     patience = timedelta(seconds=timeout)
     if store is None:
         store = dist.TCPStore(host, port, ranks, is_master=False, timeout=patience)
@@ -88,6 +102,23 @@ def meet(
     _require_own_device(store, rank, ranks, device)
     dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=ranks, timeout=patience)
     return World(rank, ranks)
+
+
+def interface_towards(host: str) -> str:
+    """The network interface through which this machine reaches another; "" if it cannot be told. Where gloo looks its
+    own name up it may find an address that no other machine knows."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+        except OSError:
+            return ""
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == own:
+                    return name
+    return ""
 
 
 def own_device(device: torch.device, rank: int) -> torch.device:
@@ -113,7 +144,7 @@ def _require_own_device(store: dist.TCPStore, rank: int, ranks: int, device: tor
 # ---- parameters shared by ranks ------------------------------------------------------------------------------------
 def replicate(module: nn.Module) -> DistributedDataParallel:
     """Every rank keeps all of it; gradients become their mean over ranks."""
-    return DistributedDataParallel(module, forward_sync_buffers=False)
+    return DistributedDataParallel(module, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
 
 def shard(module: nn.Module, layers: list[nn.Module], device: torch.device, ranks: int) -> None:

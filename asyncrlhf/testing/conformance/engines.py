@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ class Plain(Engine):
             raise ZeroDivisionError(f"{options.name} cannot be built")
         self.options = options
         self.calls = 0
+        self._listener: socket.socket | None = None
         self._note("built")
 
     def echo(self, *arguments: object) -> tuple[object, ...]:
@@ -47,10 +49,21 @@ class Plain(Engine):
     def breaks(self, reason: str) -> None:
         raise ZeroDivisionError(reason)
 
+    def listen(self, host: str) -> int:
+        """A port at which this engine can be reached."""
+        self._listener = socket.create_server((host, 0))
+        return int(self._listener.getsockname()[1])
+
+    def reach(self, host: str, port: int) -> None:
+        """Raises OSError if nobody listens there."""
+        socket.create_connection((host, port), timeout=10.0).close()
+
     def wait(self) -> None:
         LATCH.wait()
 
     def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         self._note("closed")
 
     def _note(self, what: str) -> None:

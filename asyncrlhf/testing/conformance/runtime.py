@@ -140,6 +140,14 @@ async def engines_do_not_share_a_fate(runtime: Runtime, directory: Path) -> None
     await runtime.close()
 
 
+async def engines_reach_each_other_at_their_addresses(runtime: Runtime, directory: Path) -> None:
+    one, other = await _plain(runtime), await _plain(runtime, rank=1)
+    port = await one.call("listen", one.address)
+    await other.call("reach", one.address, port)
+    assert isinstance(await _error_of(other.call("reach", other.address, 1)), GroupError), "nobody listens there"
+    await runtime.close()
+
+
 async def a_sampler_steps_while_it_has_work_and_reports_in_order(runtime: Runtime, directory: Path) -> None:
     heard = _Heard()
     handle = await _ticking(runtime, heard, length=4.0)
@@ -250,6 +258,7 @@ RUNTIME: tuple[Callable[[Runtime, Path], Awaitable[None]], ...] = (
     any_other_error_breaks_the_engine_and_says_where_and_why,
     an_unknown_verb_breaks_the_engine,
     engines_do_not_share_a_fate,
+    engines_reach_each_other_at_their_addresses,
     a_sampler_steps_while_it_has_work_and_reports_in_order,
     what_a_method_reports_arrives_before_its_reply,
     commands_take_effect_between_two_steps,
