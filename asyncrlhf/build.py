@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -17,11 +17,13 @@ from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, Trai
 from asyncrlhf.config.convert import convert
 from asyncrlhf.config.groups import (
     Compute,
+    Frozen,
+    MegatronFrozen,
+    MegatronReward,
     MegatronTrain,
     Rules,
     TorchReward,
     TorchRollout,
-    TorchScore,
     Trained,
 )
 from asyncrlhf.config.schema import Config, Data
@@ -43,6 +45,7 @@ __all__ = ("build_groups", "ledger_rules", "make_runtime", "places", "starters")
 
 TRAINER = "asyncrlhf.backends.torch.train:TorchTrainer"
 MEGATRON = "asyncrlhf.backends.megatron.train:MegatronTrainer"
+MEGATRON_SCORER = "asyncrlhf.backends.megatron.score:MegatronScorer"
 SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
 SCORER = "asyncrlhf.backends.torch.score:TorchScorer"
 RULES = "asyncrlhf.backends.rules:RuleEngine"
@@ -164,19 +167,24 @@ def build_groups(
             )
         elif isinstance(table, TorchRollout):
             groups[name] = _rollout_group(config, name, table, where[name], models, runtime, gate, log)
-        elif isinstance(table, TorchScore | TorchReward):
+        elif isinstance(table, Frozen):
             options = _options(
-                ScorerOptions,
+                MegatronOptions if isinstance(table, MegatronFrozen) else ScorerOptions,
                 key,
                 table,
                 model=models.directories[name],
                 temperature=temperature,
-                head=table.head,
+                head=cast(Any, table).head,
             )
             frozen = FrozenEngine(
-                log, runtime, _spec(where[name][0], options), call_timeout=patience / 2, max_restarts=table.max_restarts
+                log,
+                runtime,
+                *(_spec(place, options) for place in where[name]),
+                layout=_layout(table),
+                call_timeout=patience / 2,
+                max_restarts=table.max_restarts,
             )
-            if isinstance(table, TorchReward):
+            if isinstance(table, TorchReward | MegatronReward):
                 answers, warning = _calibration(config, key, table, models)
                 groups[name] = RewardGroup(name, log, ModelScorer(frozen, answers, warning=warning))
             else:
@@ -192,17 +200,19 @@ def _engines(table: Compute) -> int:
     """Replicas, or ranks."""
     if isinstance(table, TorchRollout):
         return table.replicas
-    return table.ranks if isinstance(table, Trained) else 1
+    return table.ranks
 
 
 def _engine(table: Compute) -> str:
     """Import path of what a table is made into."""
     if isinstance(table, Trained):
         return MEGATRON if isinstance(table, MegatronTrain) else TRAINER
+    if isinstance(table, MegatronFrozen):
+        return MEGATRON_SCORER
     return SAMPLER if isinstance(table, TorchRollout) else SCORER
 
 
-def _layout(table: Trained) -> ParallelLayout:
+def _layout(table: Compute) -> ParallelLayout:
     return ParallelLayout(**{key.removesuffix("_parallel"): size for key, size in table.sizes.items()})
 
 
@@ -285,7 +295,9 @@ def _rollout_group(
     )
 
 
-def _calibration(config: Config, key: str, table: TorchReward, models: Models) -> tuple[list[Rollout], str]:
+def _calibration(
+    config: Config, key: str, table: TorchReward | MegatronReward, models: Models
+) -> tuple[list[Rollout], str]:
     """The answers that a reward model's scores are measured against, their prompts as in training; and a warning about
     rows that had to be left out, or "". Raises ConfigError or DataError."""
     wanted = table.calibrate

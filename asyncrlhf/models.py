@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrlhf.backends.megatron.sizes import require_fits, require_installed
-from asyncrlhf.config.groups import MegatronTrain, TorchReward, TorchRollout, TorchScore
+from asyncrlhf.config.groups import Frozen, MegatronFrozen, MegatronTrain, TorchRollout
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config, Data
 from asyncrlhf.control.checkpoint import flush_tree
@@ -55,7 +55,7 @@ class Models:
     def require_devices(wiring: Wiring) -> None:
         """Raises ConfigError for a GPU that is not there, or a backend. Loads torch if one is named."""
         for name, table in wiring.engines.items():
-            if isinstance(table, MegatronTrain):
+            if isinstance(table, MegatronTrain | MegatronFrozen):
                 _under(wiring.key(name), require_installed)
                 from asyncrlhf.backends.megatron.cpu import require_device
 
@@ -77,12 +77,12 @@ class Models:
             directories[name] = _trained_directory(config, name, wiring.tables[name], run_dir, anew=anew)
         first = directories[wiring.of_role("policy", "critic")[0]]
         for name, table in wiring.engines.items():
-            if isinstance(table, TorchRollout | TorchScore | TorchReward):
+            if isinstance(table, TorchRollout | Frozen):
                 directories[name] = table.model or directories.get(getattr(table, "follows", ""), first)
         for name, directory in directories.items():
             table = wiring.engines[name]
             architecture = _under(wiring.key(name), read_config, directory, getattr(table, "head", "lm"))
-            if isinstance(table, MegatronTrain):
+            if isinstance(table, MegatronTrain | MegatronFrozen):
                 _under(wiring.key(name), require_fits, table, architecture)
         tokenizer, shape = _tokenizer(first), json.loads((Path(first) / "config.json").read_bytes())
         for name in (*wiring.of_role("critic", "reference", "reward"), *wiring.judges):

@@ -30,7 +30,11 @@ from asyncrlhf.errors import ConfigError
 
 __all__ = (
     "ROLES",
+    "Frozen",
     "MegatronCritic",
+    "MegatronFrozen",
+    "MegatronReward",
+    "MegatronScore",
     "MegatronTrain",
     "OptimizerTable",
     "Rules",
@@ -100,6 +104,21 @@ class Compute(Table, frozen=True, kw_only=True):
     """Pin the engine to this core, replica or rank i to core + i; left out: a core each where there are enough of them,
     else the system decides."""
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parallel sizes of one model by key; their product is the number of its ranks."""
+        return {}
+
+    @property
+    def ranks(self) -> int:
+        """Processes that one model takes."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def many(self) -> str:
+        """The sizes above 1, for messages."""
+        return " * ".join(f"{key} = {size}" for key, size in self.sizes.items() if size > 1)
+
 
 class Trained(Compute, frozen=True, kw_only=True):
     """A trained model (policy, critic), whatever trains it: exactly one of `model` and `scratch`."""
@@ -122,23 +141,13 @@ class Trained(Compute, frozen=True, kw_only=True):
         """Parallel sizes by key; their product is the number of ranks."""
         return {"data_parallel": self.data_parallel}
 
-    @property
-    def ranks(self) -> int:
-        """Processes that the group takes."""
-        return math.prod(self.sizes.values())
-
-    @property
-    def many(self) -> str:
-        """The sizes above 1, for messages."""
-        return " * ".join(f"{key} = {size}" for key, size in self.sizes.items() if size > 1)
-
     def __post_init__(self) -> None:
         if (self.model is None) == (self.scratch is None):
             given = "neither is set" if self.model is None else "both are set"
             raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
         if ":" in self.device and self.ranks > 1:
             raise ConfigError(
-                f'device = "{self.device}" is 1 GPU, and {self.many} takes {self.ranks}; use "cuda", or lower the latter'
+                f'device = "{self.device}" is 1 GPU, and {self.many} takes as many; use "cuda", or lower the latter'
             )
 
 
@@ -214,20 +223,11 @@ class MegatronTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ConfigError(
-                "sequence_parallel shares tokens among tensor_parallel = 1 ranks; raise that, or leave it false"
-            )
+        _require_sizes(self)
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 f"virtual_pipeline = {self.virtual_pipeline} cuts the stages of pipeline_parallel = 1; raise that, or "
                 "set virtual_pipeline = 1"
-            )
-        stage = self.ranks // self.pipeline_parallel
-        if stage % self.expert_parallel:
-            raise ConfigError(
-                f"expert_parallel = {self.expert_parallel} does not divide the {stage} ranks of tensor_parallel * "
-                "context_parallel * data_parallel, which share the experts; lower the first or raise data_parallel"
             )
 
 
@@ -282,8 +282,8 @@ class TorchRollout(Compute, frozen=True, kw_only=True, tag_field="backend", tag=
             )
 
 
-class TorchFrozen(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
-    """A frozen model that reads answers."""
+class Frozen(Compute, frozen=True, kw_only=True):
+    """A frozen model that reads answers, whatever computes it."""
 
     micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
@@ -291,7 +291,49 @@ class TorchFrozen(Compute, frozen=True, kw_only=True, tag_field="backend", tag="
     """Restarts of a lost engine within an hour before the run fails; 0: none."""
 
 
+class TorchFrozen(Frozen, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
+    """A frozen model, computed with torch and transformers."""
+
+
+class MegatronFrozen(Frozen, frozen=True, kw_only=True, tag_field="backend", tag="megatron"):
+    """A frozen model, computed with megatron-core: cut over ranks, each in a process of its own."""
+
+    tensor_parallel: Positive = 1
+    """As of a trained group."""
+    pipeline_parallel: Positive = 1
+    """As of a trained group."""
+    data_parallel: Positive = 1
+    """Copies, each of which reads some of the rows."""
+    expert_parallel: Positive = 1
+    """As of a trained group."""
+    sequence_parallel: bool = False
+    """As of a trained group."""
+    virtual_pipeline: ClassVar[int] = 1
+    """Without a backward pass there is nothing for chunks to wait for."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parallel sizes by key; their product is the number of ranks."""
+        return {
+            "tensor_parallel": self.tensor_parallel,
+            "data_parallel": self.data_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
+        }
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+
+
 class TorchScore(TorchFrozen, frozen=True, kw_only=True):
+    """A frozen model that gives log-probs (reference)."""
+
+    model: Name | None = None
+    """Hugging Face directory; left out: the policy as the run starts."""
+    head: ClassVar[Head] = "lm"
+    """Which outputs are read."""
+
+
+class MegatronScore(MegatronFrozen, frozen=True, kw_only=True):
     """A frozen model that gives log-probs (reference)."""
 
     model: Name | None = None
@@ -332,6 +374,17 @@ class TorchReward(TorchFrozen, frozen=True, kw_only=True):
     """Which outputs are read."""
 
 
+class MegatronReward(MegatronFrozen, frozen=True, kw_only=True):
+    """A frozen reward model, computed with megatron-core."""
+
+    model: Name
+    """As with backend = "torch"."""
+    calibrate: Calibration | None = None
+    """As with backend = "torch"."""
+    head: ClassVar[Head] = "value"
+    """Which outputs are read."""
+
+
 class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
     """A reward function."""
 
@@ -355,7 +408,22 @@ ROLES: dict[str, type[Struct]] = {
     "policy": cast("type[Struct]", TorchTrain | MegatronTrain),
     "critic": cast("type[Struct]", TorchCritic | MegatronCritic),
     "rollout": TorchRollout,
-    "reference": TorchScore,
-    "reward": cast("type[Struct]", Rules | TorchReward),
+    "reference": cast("type[Struct]", TorchScore | MegatronScore),
+    "reward": cast("type[Struct]", Rules | TorchReward | MegatronReward),
 }
 """The table of each role, or a union of them, told apart by the key `backend`; without it the first counts."""
+
+
+def _require_sizes(table: MegatronTrain | MegatronFrozen) -> None:
+    """Rules between the parallel sizes of a megatron group. Raises ConfigError."""
+    if table.sequence_parallel and table.tensor_parallel == 1:
+        raise ConfigError(
+            "sequence_parallel shares tokens among tensor_parallel = 1 ranks; raise that, or leave it false"
+        )
+    stage = table.ranks // table.pipeline_parallel
+    if stage % table.expert_parallel:
+        shared = " * ".join(key for key in table.sizes if key != "pipeline_parallel")
+        raise ConfigError(
+            f"expert_parallel = {table.expert_parallel} does not divide the {stage} ranks of {shared}, which share the "
+            "experts; lower the first or raise data_parallel"
+        )

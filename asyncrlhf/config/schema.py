@@ -24,6 +24,8 @@ from asyncrlhf.config.bounds import (
 )
 from asyncrlhf.config.groups import ROLES as ROLES
 from asyncrlhf.config.groups import MegatronCritic as MegatronCritic
+from asyncrlhf.config.groups import MegatronReward as MegatronReward
+from asyncrlhf.config.groups import MegatronScore as MegatronScore
 from asyncrlhf.config.groups import MegatronTrain as MegatronTrain
 from asyncrlhf.config.groups import OptimizerTable as OptimizerTable
 from asyncrlhf.config.groups import Rules as Rules
@@ -43,6 +45,8 @@ __all__ = (
     "Evaluation",
     "Limits",
     "MegatronCritic",
+    "MegatronReward",
+    "MegatronScore",
     "MegatronTrain",
     "Observe",
     "OptimizerTable",

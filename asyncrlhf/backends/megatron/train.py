@@ -14,21 +14,17 @@ from torch import Tensor
 
 from asyncrlhf.abc import TrainEngine
 from asyncrlhf.backends.megatron import cpu
-from asyncrlhf.backends.megatron.exchange import Catalogue, load, put_together, stack_experts, weights_of
+from asyncrlhf.backends.megatron.engine import MegatronEngine
+from asyncrlhf.backends.megatron.exchange import Catalogue, put_together, stack_experts, weights_of
 from asyncrlhf.backends.megatron.microbatch import MicroBatch
-from asyncrlhf.backends.megatron.model import Model
 from asyncrlhf.backends.megatron.optimizer import Optimizer
 from asyncrlhf.backends.megatron.options import MegatronOptions
-from asyncrlhf.backends.megatron.parallel import Standing, leave, stand, start_alone
 from asyncrlhf.backends.megatron.probe import likely_tokens, probe
-from asyncrlhf.backends.megatron.sizes import require_fits
 from asyncrlhf.backends.megatron.state import load_state, save_model, save_state
 from asyncrlhf.backends.torch.data import Rows, split_by_row
-from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.measure import Measures
-from asyncrlhf.backends.torch.model import pick_device, read_config
 from asyncrlhf.backends.torch.objective import Counts, Objective
-from asyncrlhf.backends.torch.world import World, meet, open_store, own_device
+from asyncrlhf.backends.torch.world import World
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.groups.protocols import shares
 from asyncrlhf.messages import Array, Packed, Probe, StepResult, TrainBatch, WeightHandle, import_object, unpack
@@ -39,61 +35,27 @@ __all__ = ("MegatronTrainer",)
 
 PROBE = 8
 """Tokens of a probe."""
-FOREVER = 365 * 86400.0
 
 
-class MegatronTrainer(TorchEngine, TrainEngine):
+class MegatronTrainer(MegatronEngine, TrainEngine):
     """Trains a Hugging Face causal language model, or a critic with a value head, with megatron-core."""
 
-    Options = MegatronOptions
-    _model: Model
     _optimizer: Optimizer
     _catalogue: Catalogue
-    _store: Any = None
 
     def __init__(self, options: MegatronOptions) -> None:
-        """Raises ConfigError: no such directory or device, an architecture or layout that cannot be built, missing
-        weights."""
-        self.options = options
-        cpu.require_device(options.device)
-        self._device = pick_device(options.device)
-        if options.device == "cpu":
-            cpu.install()
-        self._config = read_config(options.model, options.head)
-        require_fits(options, self._config)
         self._transport = import_object(options.transport)()
         self._exported: tuple[int, Mapping[str, Any], Probe | None] | None = None
         self._probed: tuple[int, ...] = ()
         self._stepped_in = -1
-        if options.ranks == 1:
-            self._begin(start_alone(), FOREVER)
-
-    def rendezvous(self, host: str, ranks: int) -> int:
-        self._store, port = open_store(host, ranks)
-        return port
-
-    def join(self, host: str, port: int, rank: int, ranks: int, timeout: float) -> None:
-        """Raises ConfigError if ranks have to share a GPU, or are of another number than the layout takes."""
-        self._device = own_device(self._device, rank)
-        self._begin(meet(self._store, host, port, rank, ranks, self._device, timeout), timeout)
+        super().__init__(options)
 
     def _begin(self, world: World, timeout: float) -> None:
+        super()._begin(world, timeout)
         with cpu.calling():
-            standing = stand(self.options, world, timeout)
-            self._model = Model(self.options, self._config, self._device, standing)
-            load(self._model)
             self._model.wrap()
             self._optimizer = Optimizer(self._model, self.options.optimizer)
         self._catalogue = Catalogue(self._model)
-
-    @property
-    def _standing(self) -> Standing:
-        return self._model.standing
-
-    def close(self) -> None:
-        if "_model" in vars(self):
-            leave(self._standing.world)
-        super().close()
 
     def step(self, batch: TrainBatch, loss: Packed) -> StepResult:
         """One optimizer step; see TrainEngine. Raises ConfigError for reduction "constant" without
@@ -127,18 +89,6 @@ class MegatronTrainer(TorchEngine, TrainEngine):
         metrics["learning_rate"] = self._optimizer.step(batch.train_step, norm)
         self._stepped_in = batch.train_step
         return StepResult(applied=True, metrics=metrics)
-
-    def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
-        if self.options.head != "lm":
-            raise ValueError(f"{self.options.model!r} was loaded with a value head, which has no log-probs")
-        found = self._model.token_values(Rows(batch, self._device), temperature=self.options.temperature)
-        return split_by_row(found, batch.response_lengths)
-
-    def scores(self, batch: TrainBatch) -> list[float]:
-        if self.options.head != "value":
-            raise ValueError(f"{self.options.model!r} was loaded without a value head, which scores come from")
-        found = self._model.token_values(Rows(batch, self._device), temperature=1.0, after=True)
-        return [float(row[-1]) if len(row) else math.nan for row in split_by_row(found, batch.response_lengths)]
 
     def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array] | float]:
         """New columns and measures; the transform sees all rows at once, and the model's statistics if it needs them.
