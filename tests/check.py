@@ -20,7 +20,7 @@ STEPS: tuple[tuple[str, list[str]], ...] = (
     ("tests", [sys.executable, "-m", "pytest"]),
 )
 
-ENGINES = {"torch": "torch", "transformers": "transformers", "ray": "ray"}
+ENGINES = {"torch": "torch", "transformers": "transformers", "ray": "ray", "megatron": "megatron.core"}
 """Engine -> module that must import. One that does not is named with the reason, and with CI=true fails the check."""
 
 

@@ -17,6 +17,7 @@ from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, Place
 from asyncrlhf.backends.megatron.cpu import import_quietly
 from asyncrlhf.backends.megatron.exchange import put_together, weights_of
 from asyncrlhf.backends.megatron.options import MegatronOptions
+from asyncrlhf.backends.megatron.score import MegatronScorer
 from asyncrlhf.backends.megatron.train import MegatronTrainer
 from asyncrlhf.backends.torch.options import OptimizerOptions
 from asyncrlhf.groups.protocols import Protocol, lead, three_d
@@ -66,16 +67,16 @@ class Member(Engine):
 
     def __init__(self, options: MemberOptions) -> None:
         torch.set_num_threads(1)
-        self._trainer: MegatronTrainer | None = None
+        self._trainer: Any = None
 
-    def become(self, options: MegatronOptions) -> None:
-        """Another trainer, with new weights, perhaps in another layout."""
+    def become(self, options: MegatronOptions, frozen: bool) -> None:
+        """Another trainer, or scorer, with new weights, perhaps in another layout."""
         if self._trainer is not None:
             self._trainer.close()
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-        self._trainer = MegatronTrainer(options)
+        self._trainer = MegatronScorer(options) if frozen else MegatronTrainer(options)
 
     def weights(self) -> dict[str, Any]:
         return self._whole(weights_of(self._trainer._model))
@@ -173,14 +174,14 @@ class Crew:
         specs = [EngineSpec(group=p.group, rank=p.rank, engine=p.engine, options=MemberOptions()) for p in places]
         return list(await asyncio.gather(*(self._runtime.spawn(spec, _heard) for spec in specs)))
 
-    def become(self, model: str, **options: Any) -> Crew:
-        """Ranks of a new trainer."""
+    def become(self, model: str, *, frozen: bool = False, **options: Any) -> Crew:
+        """Ranks of a new trainer, or scorer."""
         options.setdefault("optimizer", OptimizerOptions(learning_rate=1e-3, max_grad_norm=1e9))
         options.setdefault("max_response_tokens", 12)
         options.setdefault("micro_batch_tokens", 60)
         full = MegatronOptions(model=model, device="cpu", **options)
         self.ranks = Ranks(self._handles[: full.ranks], layout_of(full), VERBS)
-        self.call("become", full)
+        self.call("become", full, frozen)
         if full.ranks > 1:
             self._run(self.ranks.join(60.0))
         return self

@@ -36,6 +36,7 @@ from tests.integration.torch_scene import (
 )
 
 pytestmark = pytest.mark.timeout(180)
+SHARED = "asyncrlhf.weights.shared:SharedMemoryTransfer"
 VOCABULARY = 200
 """Filled up to 256 rows of the embedding: of two tensor parallel ranks both have tokens, and one has padding."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -88,7 +89,8 @@ def test_what_is_computed_does_not_depend_on_the_layout(
 
 def test_experts_may_be_spread_over_data_parallel_ranks(crew: Crew, tmp_path: Path) -> None:
     model, batch = make_model(tmp_path / "experts", **EXPERTS), make_batch()
-    check_parity(crew.become(model, data_parallel=2, expert_parallel=2), batch, reference(model, batch))
+    crew.become(model, data_parallel=2, expert_parallel=2, transport=SHARED)
+    check_parity(crew, batch, reference(model, batch))
     published = crew.call("read", crew.call("export", 1).payload)
     assert {name: weight.shape for name, weight in published.items()} == {
         name: tuple(weight.shape) for name, weight in weights(trainer(model)).items()
@@ -184,8 +186,7 @@ def test_n16_transformers_reads_what_is_saved(crew: Crew, model: str, batch: Tra
 
 
 def test_weights_are_published_whole_and_refused_when_not_finite(crew: Crew, model: str, batch: TrainBatch) -> None:
-    shared = "asyncrlhf.weights.shared:SharedMemoryTransfer"
-    crew.become(model, tensor_parallel=2, transport=shared).step(batch, PPOLoss())
+    crew.become(model, tensor_parallel=2, transport=SHARED).step(batch, PPOLoss())
     handle = crew.call("export", 1)
     found = {name: torch.from_numpy(weight) for name, weight in crew.call("read", handle.payload).items()}
     assert distance(found, crew.weights()) == 0
@@ -235,3 +236,10 @@ def test_bfloat16_keeps_main_parameters_in_float32(crew: Crew, model: str, batch
     results = [crew.step(batch, PPOLoss()) for _ in range(3)]
     assert all(result.applied for result in results)
     assert 0 < distance(crew.weights(), before) < 0.1
+
+
+@pytest.mark.parametrize("layout", ["tensor", "data"])
+def test_a_frozen_model_reads_answers(
+    crew: Crew, model: str, batch: TrainBatch, expected: Reference, layout: str
+) -> None:
+    assert gap(crew.become(model, frozen=True, **LAYOUTS[layout]).call("logprobs", batch), expected.logprobs) < 1e-5

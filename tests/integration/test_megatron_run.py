@@ -38,7 +38,15 @@ answers_per_prompt = 4
 max_staleness = 1
 off_policy = "decoupled"
 """,
-    groups="[checkpoint]\nevery = 2",
+    groups="""
+[settings.loss]
+kl = 0.1
+[groups.reference]
+backend = "megatron"
+device = "cpu"
+[checkpoint]
+every = 2
+""",
 ).replace('runtime = "inproc"\n', "", 1)
 
 
