@@ -18,7 +18,6 @@ __all__ = ("build", "padded_vocabulary")
 
 VOCABULARY_GRAIN = 128
 """The vocabulary is filled up to a multiple of this, whatever the layout, so that checkpoints fit into others."""
-LOCAL, TRANSFORMER_ENGINE = "local", "transformer_engine"
 
 
 def padded_vocabulary(size: int, tensor_parallel: int) -> int:
@@ -72,7 +71,7 @@ def _fields(options: MegatronOptions, config: Any) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": _implementation() == TRANSFORMER_ENGINE and hasattr(config, "num_experts"),
+        "moe_grouped_gemm": _uses_transformer_engine(options) and hasattr(config, "num_experts"),
     }
     if options.recompute == "full":
         found |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -86,8 +85,9 @@ def _leave(parameter: Tensor) -> Tensor:
     return parameter
 
 
-def _implementation() -> str:
-    return TRANSFORMER_ENGINE if import_quietly("megatron.core.models.gpt.gpt_layer_specs").HAVE_TE else LOCAL
+def _uses_transformer_engine(options: MegatronOptions) -> bool:
+    """Its attention reads packed rows in bfloat16 only; elsewhere megatron-core's own layers do, with ours."""
+    return options.dtype == "bfloat16" and bool(import_quietly("megatron.core.models.gpt.gpt_layer_specs").HAVE_TE)
 
 
 def _chunk(
@@ -102,7 +102,7 @@ def _chunk(
 ) -> Any:
     model = import_quietly("megatron.core.models.gpt").GPTModel(
         config=transformer,
-        transformer_layer_spec=_specification(transformer, stage),
+        transformer_layer_spec=_specification(options, transformer, stage),
         vocab_size=padded_vocabulary(config.vocab_size, options.tensor_parallel),
         max_sequence_length=config.max_position_embeddings,
         pre_process=first,
@@ -118,12 +118,13 @@ def _chunk(
     return model.eval()
 
 
-def _specification(transformer: Any, stage: int | None) -> Any:
-    """Layers of one chunk, with attention and norms of our own where Transformer Engine is missing."""
+def _specification(options: MegatronOptions, transformer: Any, stage: int | None) -> Any:
+    """Layers of one chunk, with attention and norms of our own where those of Transformer Engine are not used."""
     specs = import_quietly("megatron.core.models.gpt.gpt_layer_specs")
-    engine = _implementation() == TRANSFORMER_ENGINE
-    with_warnings_off = specs.get_gpt_decoder_block_spec
-    block = with_warnings_off(transformer, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=stage)
+    engine = _uses_transformer_engine(options)
+    block = specs.get_gpt_decoder_block_spec(
+        transformer, use_transformer_engine=engine, normalization="RMSNorm", vp_stage=stage
+    )
     if engine:
         return block
     block.layer_norm = Norm

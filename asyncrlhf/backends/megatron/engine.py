@@ -4,6 +4,7 @@ ranks wait for each other in every verb."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class MegatronEngine(TorchEngine):
         self._device = pick_device(options.device)
         if options.device == "cpu":
             cpu.install()
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # kernels then overlap as megatron-core means them to
         self._config = read_config(options.model, options.head)
         require_fits(options, self._config)
         if options.ranks == 1:

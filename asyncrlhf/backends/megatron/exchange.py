@@ -60,11 +60,11 @@ class Reader:
         part = self._file(self._files[name]).get_slice(name)
         if expert is None:
             return part[piece.start : piece.stop] if piece.dim == 0 else part[:, piece.start : piece.stop]
-        start, stop = piece.start, piece.stop
-        if piece.name.endswith("up_proj.weight"):
-            half = part.get_shape()[1] // 2
-            start, stop = start + half, stop + half
-        return part[expert, start:stop] if piece.dim == 0 else part[expert, :, start:stop]
+        height = part.get_shape()[1] // (1 if piece.name.endswith("down_proj.weight") else 2)
+        top = height if piece.name.endswith("up_proj.weight") else 0
+        if piece.dim == 0:
+            return part[expert, top + piece.start : top + piece.stop]
+        return part[expert, top : top + height, piece.start : piece.stop]
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
