@@ -6,23 +6,28 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from asyncrlhf.abc import EngineSpec, Needs, Place, Runtime
+from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.rules import RuleOptions
 from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.config.convert import convert
 from asyncrlhf.config.groups import (
     Compute,
+    Frozen,
+    MegatronFrozen,
+    MegatronReward,
+    MegatronTrain,
     RolloutTable,
     Rules,
     TorchReward,
     TorchRollout,
-    TorchScore,
     TorchTrain,
+    Trained,
     VllmRollout,
 )
 from asyncrlhf.config.schema import Config, Data
@@ -35,7 +40,7 @@ from asyncrlhf.groups import CriticGroup, Group, PolicyGroup, ReferenceGroup, Re
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.rollout import Sampling
 from asyncrlhf.groups.scorers import ModelScorer, RuleScorer
-from asyncrlhf.messages import Rollout
+from asyncrlhf.messages import ParallelLayout, Rollout
 from asyncrlhf.models import Models
 from asyncrlhf.observe import EventLog
 from asyncrlhf.pools import needs, pinned_to_gpus, visible_gpus
@@ -45,11 +50,19 @@ from asyncrlhf.wiring import Wiring
 __all__ = ("build_groups", "ledger_rules", "make_runtime", "places", "starters")
 
 TRAINER = "asyncrlhf.backends.torch.train:TorchTrainer"
+MEGATRON = "asyncrlhf.backends.megatron.train:MegatronTrainer"
+MEGATRON_SCORER = "asyncrlhf.backends.megatron.score:MegatronScorer"
 SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
 VLLM = "asyncrlhf.backends.vllm.engine:VllmSampler"
 SCORER = "asyncrlhf.backends.torch.score:TorchScorer"
 RULES = "asyncrlhf.backends.rules:RuleEngine"
-ENGINES = {TorchTrain: TRAINER, TorchRollout: SAMPLER, VllmRollout: VLLM}
+ENGINES = {
+    TorchTrain: TRAINER,
+    MegatronTrain: MEGATRON,
+    MegatronFrozen: MEGATRON_SCORER,
+    TorchRollout: SAMPLER,
+    VllmRollout: VLLM,
+}
 """Table -> the engines it describes; others score."""
 SILENCE = 1.0
 """Seconds beyond a reward function's own time-out after which its engine is asked for a sign of life."""
@@ -155,10 +168,10 @@ def build_groups(
     groups: dict[str, Group] = {}
     for name, table in wiring.engines.items():
         role, key = wiring.roles.get(name, "judge"), wiring.key(name)
-        if isinstance(table, TorchTrain):
+        if isinstance(table, Trained):
             kind = PolicyGroup if role == "policy" else CriticGroup
             options = _options(
-                TrainerOptions,
+                MegatronOptions if isinstance(table, MegatronTrain) else TrainerOptions,
                 key,
                 table,
                 model=models.directories[name],
@@ -174,25 +187,31 @@ def build_groups(
                 log,
                 runtime,
                 [_spec(place, options) for place in where[name]],
+                layout=_layout(table),
                 needs_proximal=role == "policy" and config.off_policy != "none",
                 gap_alarm=config.limits.logprob_gap,
                 call_timeout=patience,
             )
         elif isinstance(table, RolloutTable):
             groups[name] = _rollout_group(config, name, table, where[name], models, runtime, gate, log)
-        elif isinstance(table, TorchScore | TorchReward):
+        elif isinstance(table, Frozen):
             options = _options(
-                ScorerOptions,
+                MegatronOptions if isinstance(table, MegatronFrozen) else ScorerOptions,
                 key,
                 table,
                 model=models.directories[name],
                 temperature=temperature,
-                head=table.head,
+                head=cast(Any, table).head,
             )
             frozen = FrozenEngine(
-                log, runtime, _spec(where[name][0], options), call_timeout=patience / 2, max_restarts=table.max_restarts
+                log,
+                runtime,
+                *(_spec(place, options) for place in where[name]),
+                layout=_layout(table),
+                call_timeout=patience / 2,
+                max_restarts=table.max_restarts,
             )
-            if isinstance(table, TorchReward):
+            if isinstance(table, TorchReward | MegatronReward):
                 answers, warning = _calibration(config, key, table, models)
                 groups[name] = RewardGroup(name, log, ModelScorer(frozen, answers, warning=warning))
             else:
@@ -208,7 +227,11 @@ def _engines(table: Compute) -> int:
     """Replicas, or ranks."""
     if isinstance(table, RolloutTable):
         return table.replicas
-    return table.data_parallel if isinstance(table, TorchTrain) else 1
+    return table.ranks
+
+
+def _layout(table: Compute) -> ParallelLayout:
+    return ParallelLayout(**{key.removesuffix("_parallel"): size for key, size in table.sizes.items()})
 
 
 def _processes(table: Compute) -> int:
@@ -297,7 +320,9 @@ def _rollout_group(
     )
 
 
-def _calibration(config: Config, key: str, table: TorchReward, models: Models) -> tuple[list[Rollout], str]:
+def _calibration(
+    config: Config, key: str, table: TorchReward | MegatronReward, models: Models
+) -> tuple[list[Rollout], str]:
     """The answers that a reward model's scores are measured against, their prompts as in training; and a warning about
     rows that had to be left out, or "". Raises ConfigError or DataError."""
     wanted = table.calibrate

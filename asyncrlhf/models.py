@@ -7,9 +7,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from asyncrlhf.config.groups import RolloutTable, TorchReward, TorchScore
+from asyncrlhf.backends.megatron.sizes import require_fits, require_installed
+from asyncrlhf.config.groups import Frozen, MegatronFrozen, MegatronTrain, RolloutTable
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config, Data
 from asyncrlhf.control.checkpoint import flush_tree
@@ -20,6 +21,8 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.wiring import Wiring
 
 __all__ = ("Models",)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,13 @@ class Models:
 
     @staticmethod
     def require_devices(wiring: Wiring) -> None:
-        """Raises ConfigError for a GPU that is not there. Loads torch if one is named."""
+        """Raises ConfigError for a GPU that is not there, or a backend. Loads torch if one is named."""
         for name, table in wiring.engines.items():
+            if isinstance(table, MegatronTrain | MegatronFrozen):
+                _under(wiring.key(name), require_installed)
+                from asyncrlhf.backends.megatron.cpu import require_device
+
+                _under(wiring.key(name), require_device, table.device)
             device: str = getattr(table, "device", "cpu")
             if device.startswith("cuda"):
                 from asyncrlhf.backends.torch.model import pick_device
@@ -69,10 +77,13 @@ class Models:
             directories[name] = _trained_directory(config, name, wiring.tables[name], run_dir, anew=anew)
         first = directories[wiring.of_role("policy", "critic")[0]]
         for name, table in wiring.engines.items():
-            if isinstance(table, RolloutTable | TorchScore | TorchReward):
+            if isinstance(table, RolloutTable | Frozen):
                 directories[name] = table.model or directories.get(getattr(table, "follows", ""), first)
         for name, directory in directories.items():
-            _under(wiring.key(name), read_config, directory, getattr(wiring.engines[name], "head", "lm"))
+            table = wiring.engines[name]
+            architecture = _under(wiring.key(name), read_config, directory, getattr(table, "head", "lm"))
+            if isinstance(table, MegatronTrain | MegatronFrozen):
+                _under(wiring.key(name), require_fits, table, architecture)
         tokenizer, shape = _tokenizer(first), json.loads((Path(first) / "config.json").read_bytes())
         for name in (*wiring.of_role("critic", "reference", "reward"), *wiring.judges):
             other = directories.get(name, first)
@@ -155,10 +166,10 @@ def _require_model(key: str, model: str) -> None:
         )
 
 
-def _under(key: str, function: Callable[..., object], *arguments: object) -> None:
+def _under(key: str, function: Callable[..., T], *arguments: object) -> T:
     """Call it; a ConfigError begins with `key`."""
     try:
-        function(*arguments)
+        return function(*arguments)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 

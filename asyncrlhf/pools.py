@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrlhf.abc import Needs, Place
-from asyncrlhf.config.groups import Compute
+from asyncrlhf.config.groups import Compute, Frozen, Trained
 from asyncrlhf.config.schema import Config, Pool
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.runtimes.feasible import Ask, Node, amounts, shortage
@@ -56,7 +56,7 @@ def needs(config: Config, wiring: Wiring, name: str) -> Needs | None:
         devices=_devices(wiring.key(name), table, pool, wanted),
         cores=wanted.cores,
         labels={} if engines_are_here(config) else wanted.labels,
-        together=wiring.roles.get(name) in ("policy", "critic"),
+        together=isinstance(table, Trained | Frozen),
     )
 
 

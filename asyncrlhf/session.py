@@ -19,6 +19,7 @@ import msgspec
 from asyncrlhf.abc import Runtime
 from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm, state_numbers
 from asyncrlhf.build import build_groups, ledger_rules, starters
+from asyncrlhf.config.groups import Compute
 from asyncrlhf.control.checkpoint import FORMAT, Manifest, encode_payloads
 from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.control.evaluation import Evaluator
@@ -287,9 +288,10 @@ class Session:
 
     def _ranks(self, name: str) -> int:
         group = self.groups[name]
-        if isinstance(group, TrainGroup):
-            return len(group.specs)
-        return len(group.replicas) if isinstance(group, RolloutGroup) else 1
+        if isinstance(group, RolloutGroup):
+            return len(group.replicas)
+        table = self.wiring.engines[name]
+        return table.ranks if isinstance(table, Compute) else 1
 
     # ---- running -------------------------------------------------------------------------------------------------
     async def _train(self) -> None:

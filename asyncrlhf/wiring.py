@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrlhf.algorithm import Algorithm
 from asyncrlhf.config.convert import convert
-from asyncrlhf.config.groups import ROLES
+from asyncrlhf.config.groups import ROLES, Compute, Trained
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.coordinator import Coordinator
@@ -212,14 +212,14 @@ def _check(config: Config, wiring: Wiring) -> None:
             f"evaluation.every = {config.evaluation.every} needs a rollout and a reward group, and {config.algorithm} "
             f"has {', '.join(wiring.roles)}; set evaluation.every = 0"
         )
-    for name in wiring.of_role("policy", "critic"):
-        ranks = cast(Any, wiring.tables[name]).data_parallel
-        if ranks > 1 and config.runtime == "inproc":
+    for name, table in wiring.engines.items():
+        if isinstance(table, Compute) and table.ranks > 1 and config.runtime == "inproc":
             raise ConfigError(
-                f'groups.{name}.data_parallel = {ranks} takes {ranks} processes, and runtime = "inproc" is 1; use '
-                'runtime = "local" or "ray", or data_parallel = 1'
+                f'{wiring.key(name)}.{table.many} takes {table.ranks} processes, and runtime = "inproc" is 1; use '
+                'runtime = "local" or "ray", or sizes of 1'
             )
-        optimizer = cast(Any, wiring.tables[name]).optimizer
+    for name in wiring.of_role("policy", "critic"):
+        optimizer = cast(Trained, wiring.tables[name]).optimizer
         if optimizer.schedule == "constant":
             continue
         if config.train_steps is None:

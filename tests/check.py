@@ -20,7 +20,13 @@ STEPS: tuple[tuple[str, list[str]], ...] = (
     ("tests", [sys.executable, "-m", "pytest"]),
 )
 
-ENGINES = {"torch": "torch", "transformers": "transformers", "ray": "ray", "vllm": "vllm"}
+ENGINES = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "ray": "ray",
+    "vllm": "vllm",
+    "megatron": "megatron.core",
+}
 """Engine -> module that must import. One that does not is named with the reason, and with CI=true fails the check."""
 
 

@@ -26,6 +26,7 @@ __all__ = (
     "Name",
     "Positive",
     "PositiveAmount",
+    "Recompute",
     "Sharding",
     "Share",
     "Table",
@@ -56,6 +57,7 @@ Dtype = Literal["float32", "bfloat16"]
 Head = Literal["lm", "value"]
 Layout = Literal["padded", "packed", "shared"]
 Sharding = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 Attention = Literal["auto", "sdpa", "flash_attention_2"]
 Correction = Literal["none", "truncated_is", "masked_is", "decoupled"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from msgspec import Meta, Struct, field
@@ -19,6 +20,7 @@ from asyncrlhf.config.bounds import (
     Name,
     Positive,
     PositiveAmount,
+    Recompute,
     Sharding,
     Share,
     Table,
@@ -29,6 +31,12 @@ from asyncrlhf.errors import ConfigError
 
 __all__ = (
     "ROLES",
+    "Frozen",
+    "MegatronCritic",
+    "MegatronFrozen",
+    "MegatronReward",
+    "MegatronScore",
+    "MegatronTrain",
     "OptimizerTable",
     "RolloutTable",
     "Rules",
@@ -38,6 +46,7 @@ __all__ = (
     "TorchRollout",
     "TorchScore",
     "TorchTrain",
+    "Trained",
     "VllmRollout",
 )
 
@@ -113,9 +122,24 @@ class Compute(Table, frozen=True, kw_only=True):
     """Pin the engine to this core, replica or rank i to core + i; left out: a core each where there are enough of them,
     else the system decides."""
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parallel sizes of one model by key; their product is the number of its ranks."""
+        return {}
 
-class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
-    """A trained model (policy, critic): exactly one of `model` and `scratch`."""
+    @property
+    def ranks(self) -> int:
+        """Processes that one model takes."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def many(self) -> str:
+        """The sizes above 1, for messages."""
+        return " * ".join(f"{key} = {size}" for key, size in self.sizes.items() if size > 1)
+
+
+class Trained(Compute, frozen=True, kw_only=True):
+    """A trained model (policy, critic), whatever trains it: exactly one of `model` and `scratch`."""
 
     model: Name | None = None
     """Hugging Face directory to start from."""
@@ -124,12 +148,33 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
     head: Head = "lm"
     """What sits on the trunk: token log-probs, or one value per token."""
     data_parallel: Positive = 1
-    """Ranks that train it together, each in a process of its own and on its own rows; not with runtime = "inproc"."""
+    """Copies that train it together, each in processes of its own and on its own rows; not with runtime = "inproc"."""
+    micro_batch_tokens: Positive = 2048
+    """Tokens forwarded at once, at most; a longer row goes alone."""
+    optimizer: OptimizerTable = OptimizerTable()
+    """AdamW and its schedule."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parallel sizes by key; their product is the number of ranks."""
+        return {"data_parallel": self.data_parallel}
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.scratch is None):
+            given = "neither is set" if self.model is None else "both are set"
+            raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
+        if ":" in self.device and self.ranks > 1:
+            raise ConfigError(
+                f'device = "{self.device}" is 1 GPU, and {self.many} takes as many; use "cuda", or lower the latter'
+            )
+
+
+class TorchTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
+    """A model trained with torch and transformers."""
+
     sharding: Sharding = "none"
     """What a rank keeps: "none", all of the model, as replicas do; "full", a part of every parameter, gradient and
     moment, with more communication (FSDP)."""
-    micro_batch_tokens: Positive = 2048
-    """Tokens forwarded at once, at most; a longer row goes alone."""
     micro_batch_rows: Count = 0
     """Rows forwarded at once; 0: only tokens count."""
     layout: Layout = "padded"
@@ -140,22 +185,13 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
     installed. "auto": the second where all that holds, else the first."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    optimizer: OptimizerTable = OptimizerTable()
-    """AdamW and its schedule."""
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.scratch is None):
-            given = "neither is set" if self.model is None else "both are set"
-            raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
+        super().__post_init__()
         if self.attention == "flash_attention_2" and (self.layout, self.dtype) != ("packed", "bfloat16"):
             raise ConfigError(
                 f'attention = "flash_attention_2" needs layout = "packed" and dtype = "bfloat16", not "{self.layout}" '
                 f'and "{self.dtype}"; set those, or leave attention "auto"'
-            )
-        if ":" in self.device and self.data_parallel > 1:
-            raise ConfigError(
-                f'device = "{self.device}" is 1 GPU, and data_parallel = {self.data_parallel} takes as many; use '
-                '"cuda", or lower the latter'
             )
         if self.sharding == "full" and self.data_parallel == 1:
             raise ConfigError(
@@ -166,6 +202,55 @@ class TorchTrain(Compute, frozen=True, kw_only=True, tag_field="backend", tag="t
 class TorchCritic(TorchTrain, frozen=True, kw_only=True):
     """A trained model with a value per token: a critic, or a reward model in the making. `model` may be a language
     model, or one with a value head, such as a reward model."""
+
+    head: Head = "value"
+    """What sits on the trunk: one value per token, or token log-probs."""
+    new_head: bool = False
+    """Start the value head at 0 even if the directory has one: a critic that keeps a reward model's trunk only."""
+
+
+class MegatronTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag="megatron"):
+    """A model trained with megatron-core: cut over ranks, each in a process of its own."""
+
+    tensor_parallel: Positive = 1
+    """Ranks that share every layer; divides the key/value heads."""
+    pipeline_parallel: Positive = 1
+    """Stages of consecutive layers; divides the layers."""
+    virtual_pipeline: Positive = 1
+    """Chunks of layers per stage, which take turns; above 1 needs pipeline_parallel above 1, and their product divides
+    the layers."""
+    context_parallel: Positive = 1
+    """Ranks that share the tokens of every row."""
+    expert_parallel: Positive = 1
+    """Ranks that share the experts of a layer, each with whole ones; divides the experts, and tensor_parallel *
+    context_parallel * data_parallel, whose ranks they are."""
+    sequence_parallel: bool = False
+    """Share norms and residuals among the tensor parallel ranks too: less memory for the same communication."""
+    recompute: Recompute = "none"
+    """Of activations, in the backward pass: "selective", attention only; "full", every layer, for a third more time."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parallel sizes by key; their product is the number of ranks."""
+        return {
+            "tensor_parallel": self.tensor_parallel,
+            "context_parallel": self.context_parallel,
+            "data_parallel": self.data_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
+        }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_sizes(self)
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise ConfigError(
+                f"virtual_pipeline = {self.virtual_pipeline} cuts the stages of pipeline_parallel = 1; raise that, or "
+                "set virtual_pipeline = 1"
+            )
+
+
+class MegatronCritic(MegatronTrain, frozen=True, kw_only=True):
+    """A model with a value per token, trained with megatron-core."""
 
     head: Head = "value"
     """What sits on the trunk: one value per token, or token log-probs."""
@@ -259,8 +344,8 @@ class VllmRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", 
             )
 
 
-class TorchFrozen(Compute, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
-    """A frozen model that reads answers."""
+class Frozen(Compute, frozen=True, kw_only=True):
+    """A frozen model that reads answers, whatever computes it."""
 
     micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
@@ -268,7 +353,49 @@ class TorchFrozen(Compute, frozen=True, kw_only=True, tag_field="backend", tag="
     """Restarts of a lost engine within an hour before the run fails; 0: none."""
 
 
+class TorchFrozen(Frozen, frozen=True, kw_only=True, tag_field="backend", tag="torch"):
+    """A frozen model, computed with torch and transformers."""
+
+
+class MegatronFrozen(Frozen, frozen=True, kw_only=True, tag_field="backend", tag="megatron"):
+    """A frozen model, computed with megatron-core: cut over ranks, each in a process of its own."""
+
+    tensor_parallel: Positive = 1
+    """As of a trained group."""
+    pipeline_parallel: Positive = 1
+    """As of a trained group."""
+    data_parallel: Positive = 1
+    """Copies, each of which reads some of the rows."""
+    expert_parallel: Positive = 1
+    """As of a trained group."""
+    sequence_parallel: bool = False
+    """As of a trained group."""
+    virtual_pipeline: ClassVar[int] = 1
+    """Without a backward pass there is nothing for chunks to wait for."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parallel sizes by key; their product is the number of ranks."""
+        return {
+            "tensor_parallel": self.tensor_parallel,
+            "data_parallel": self.data_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
+        }
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+
+
 class TorchScore(TorchFrozen, frozen=True, kw_only=True):
+    """A frozen model that gives log-probs (reference)."""
+
+    model: Name | None = None
+    """Hugging Face directory; left out: the policy as the run starts."""
+    head: ClassVar[Head] = "lm"
+    """Which outputs are read."""
+
+
+class MegatronScore(MegatronFrozen, frozen=True, kw_only=True):
     """A frozen model that gives log-probs (reference)."""
 
     model: Name | None = None
@@ -309,6 +436,17 @@ class TorchReward(TorchFrozen, frozen=True, kw_only=True):
     """Which outputs are read."""
 
 
+class MegatronReward(MegatronFrozen, frozen=True, kw_only=True):
+    """A frozen reward model, computed with megatron-core."""
+
+    model: Name
+    """As with backend = "torch"."""
+    calibrate: Calibration | None = None
+    """As with backend = "torch"."""
+    head: ClassVar[Head] = "value"
+    """Which outputs are read."""
+
+
 class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
     """A reward function."""
 
@@ -331,10 +469,25 @@ class Rules(Table, frozen=True, kw_only=True, tag_field="backend", tag="rules"):
 
 
 ROLES: dict[str, type[Struct]] = {
-    "policy": TorchTrain,
-    "critic": TorchCritic,
+    "policy": cast("type[Struct]", TorchTrain | MegatronTrain),
+    "critic": cast("type[Struct]", TorchCritic | MegatronCritic),
     "rollout": cast("type[Struct]", TorchRollout | VllmRollout),
-    "reference": TorchScore,
-    "reward": cast("type[Struct]", Rules | TorchReward),
+    "reference": cast("type[Struct]", TorchScore | MegatronScore),
+    "reward": cast("type[Struct]", Rules | TorchReward | MegatronReward),
 }
 """The table of each role, or a union of them, told apart by the key `backend`; without it the first counts."""
+
+
+def _require_sizes(table: MegatronTrain | MegatronFrozen) -> None:
+    """Rules between the parallel sizes of a megatron group. Raises ConfigError."""
+    if table.sequence_parallel and table.tensor_parallel == 1:
+        raise ConfigError(
+            "sequence_parallel shares tokens among tensor_parallel = 1 ranks; raise that, or leave it false"
+        )
+    stage = table.ranks // table.pipeline_parallel
+    if stage % table.expert_parallel:
+        shared = " * ".join(key for key in table.sizes if key != "pipeline_parallel")
+        raise ConfigError(
+            f"expert_parallel = {table.expert_parallel} does not divide the {stage} ranks of {shared}, which share the "
+            "experts; lower the first or raise data_parallel"
+        )

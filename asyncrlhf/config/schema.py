@@ -24,6 +24,10 @@ from asyncrlhf.config.bounds import (
     require_one_source,
 )
 from asyncrlhf.config.groups import ROLES as ROLES
+from asyncrlhf.config.groups import MegatronCritic as MegatronCritic
+from asyncrlhf.config.groups import MegatronReward as MegatronReward
+from asyncrlhf.config.groups import MegatronScore as MegatronScore
+from asyncrlhf.config.groups import MegatronTrain as MegatronTrain
 from asyncrlhf.config.groups import OptimizerTable as OptimizerTable
 from asyncrlhf.config.groups import Rules as Rules
 from asyncrlhf.config.groups import Scratch as Scratch
@@ -42,6 +46,10 @@ __all__ = (
     "Data",
     "Evaluation",
     "Limits",
+    "MegatronCritic",
+    "MegatronReward",
+    "MegatronScore",
+    "MegatronTrain",
     "Observe",
     "OptimizerTable",
     "Pool",

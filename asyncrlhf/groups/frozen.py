@@ -12,9 +12,10 @@ from typing import Any
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import DataLost, EngineLost, GroupError
-from asyncrlhf.groups.group import emit_busy, spawned
+from asyncrlhf.groups.group import emit_busy
+from asyncrlhf.groups.ranks import start_ranks
 from asyncrlhf.groups.supervisor import RestartBudget
-from asyncrlhf.messages import EngineEvent, Rollout, TrainBatch, sequence_column
+from asyncrlhf.messages import EngineEvent, ParallelLayout, Rollout, TrainBatch, sequence_column
 from asyncrlhf.observe.events import Restarted
 from asyncrlhf.observe.log import EventLog
 
@@ -35,20 +36,22 @@ class Incarnation:
 
 
 class FrozenEngine:
-    """One engine and its restarts."""
+    """One engine, which may have several ranks, and its restarts."""
 
     def __init__(
         self,
         log: EventLog,
         runtime: Runtime,
-        spec: EngineSpec,
-        *,
+        *specs: EngineSpec,
+        layout: ParallelLayout | None = None,
         call_timeout: float | None = None,
         max_restarts: int = 3,
     ) -> None:
-        """`call_timeout`: seconds after which an engine that has not answered is given up; None: it has for ever.
+        """`specs`: of its ranks, mostly one. `layout`: how they share the model; left out: as data parallel ones.
+        `call_timeout`: seconds after which an engine that has not answered is given up; None: it has for ever.
         `max_restarts`: within an hour."""
-        self.spec = spec
+        self.spec = specs[0]
+        self._specs, self._layout = specs, layout or ParallelLayout(data=len(specs))
         self.incarnation = 0
         self.log, self._runtime, self._call_timeout = log, runtime, call_timeout
         self._budget = RestartBudget(limit=max_restarts)
@@ -59,7 +62,7 @@ class FrozenEngine:
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
-        self._now = Incarnation(await spawned(self._runtime, self.spec, self._events, self._call_timeout))
+        self._now = Incarnation(await self._spawn())
 
     @asynccontextmanager
     async def supervised(self) -> AsyncGenerator[None, None]:
@@ -157,7 +160,7 @@ class FrozenEngine:
         while delay is not None:
             await asyncio.sleep(delay)
             try:
-                self._now = Incarnation(await spawned(self._runtime, self.spec, self._events, self._call_timeout))
+                self._now = Incarnation(await self._spawn())
             except GroupError as error:
                 reason, delay = str(error), self._budget.failed(loop.time())
                 continue
@@ -169,9 +172,12 @@ class FrozenEngine:
             f"groups.{self.spec.group}.max_restarts = {self._budget.limit})"
         )
 
-    def _events(self, events: Sequence[EngineEvent]) -> None:
+    async def _spawn(self) -> EngineHandle:
+        return await start_ranks(self._runtime, self._specs, self._layout, self._events, self._call_timeout)
+
+    def _events(self, rank: int, events: Sequence[EngineEvent]) -> None:
         for event in events:  # that an engine is lost is seen by its calls
-            emit_busy(self.log, self.spec.group, self.spec.rank, event)
+            emit_busy(self.log, self.spec.group, rank, event)
 
 
 def _batch_of(rollouts: Sequence[Rollout]) -> TrainBatch:

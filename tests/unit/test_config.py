@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.torch.options import OptimizerOptions, SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.backends.vllm.options import VllmOptions, require_vllm
 from asyncrlhf.config import schema
@@ -457,6 +458,8 @@ def test_every_key_says_what_it_means() -> None:
         (schema.OptimizerTable, OptimizerOptions, {"betas", "learning_rate", "max_grad_norm", "min_ratio"}),
         (schema.TorchTrain, TrainerOptions, {"device", "dtype", "head", "layout", "micro_batch_tokens"}),
         (schema.TorchCritic, TrainerOptions, {"device", "dtype", "layout", "micro_batch_tokens", "new_head"}),
+        (schema.MegatronTrain, MegatronOptions, {"device", "dtype", "head", "recompute", "tensor_parallel"}),
+        (schema.MegatronCritic, MegatronOptions, {"device", "dtype", "new_head", "sequence_parallel"}),
         (schema.TorchScore, ScorerOptions, {"device", "dtype", "micro_batch_tokens"}),
         (schema.TorchReward, ScorerOptions, {"device", "dtype", "micro_batch_tokens"}),
         (schema.TorchRollout, SamplerOptions, {"device", "dtype"}),
@@ -468,7 +471,7 @@ def test_engine_options_have_the_bounds_and_defaults_of_their_table(table: type,
     ours = {field.name: field for field in msgspec.structs.fields(table)}
     theirs = {field.name: field for field in msgspec.structs.fields(options)}
     elsewhere = {"model", "max_sequence_tokens", "optimizer", "off_policy"}  # filled in, or compared by themselves
-    if table is schema.TorchCritic:
+    if table in (schema.TorchCritic, schema.MegatronCritic):
         elsewhere |= {"head"}  # "value" unless said
     shared = ours.keys() & theirs.keys() - elsewhere
     assert keys <= shared

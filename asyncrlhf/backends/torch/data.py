@@ -148,7 +148,7 @@ class Rows:
             positions = np.zeros(shape, dtype=np.int64)
             positions.ravel()[places] = ranges(skipped, own)
             arguments["position_ids"] = self._to_device(positions)
-            arguments |= self._flash_arguments(own) if flash else {"attention_mask": self._mask(part, places, own)}
+            arguments |= self._flash_arguments(part) if flash else {"attention_mask": self._mask(part, places, own)}
         tokens = ranges(self._token_starts[rows], lengths)
         return Forward(rows=rows, tokens=tokens, arguments=arguments, last=last)
 
@@ -166,9 +166,9 @@ class Rows:
         visible = (answers[:, None, :] == 0) | (answers[:, :, None] == answers[:, None, :])
         return torch.tril(same_unit & visible)[:, None]
 
-    def _flash_arguments(self, lengths: Integers) -> dict[str, Any]:
-        ends = self._to_device(np.append(0, np.cumsum(lengths)).astype(np.int32))
-        longest = int(lengths.max())
+    def _flash_arguments(self, part: Part) -> dict[str, Any]:
+        places = np.append(part.start, part.width)
+        ends, longest = self._to_device(places.astype(np.int32)), int(np.diff(places).max())
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
     def _flat(self, name: str, dtype: Any, lengths: Integers) -> NDArray[Any]:

@@ -58,6 +58,8 @@ class Cut:
     pairs_per_token: float = 0.0
     """Attention pairs that cost as much as the rest of the model costs for one token; decides when sharing is less
     work."""
+    multiple: int = 1
+    """Places of a row are filled up to a multiple of this."""
 
     def plan(
         self,
@@ -81,7 +83,7 @@ class Cut:
         blocks: dict[int, list[list[int]]] = {}
         for number, unit in enumerate(units):
             blocks.setdefault(number if together is None else int(together[unit[0]]), []).append(unit)
-        lengths = {key: [_unit_length(prompts, answers, unit) for unit in block] for key, block in blocks.items()}
+        lengths = {key: [self._places(prompts, answers, unit) for unit in block] for key, block in blocks.items()}
         parts: list[Part] = []
         chosen: list[list[int]] = []
         total = 0
@@ -124,7 +126,7 @@ class Cut:
         return units
 
     def _part(self, prompts: Integers, answers: Integers, units: list[list[int]]) -> Part:
-        lengths = [_unit_length(prompts, answers, unit) for unit in units]
+        lengths = [self._places(prompts, answers, unit) for unit in units]
         if self.layout == "padded":
             bins, starts, width = list(range(len(units))), [0] * len(units), max(lengths)
         elif self.layout == "packed":
@@ -149,6 +151,13 @@ class Cut:
             prompt_start=prompt_start,
         )
 
+    def _places(self, prompts: Integers, answers: Integers, unit: list[int]) -> int:
+        if len(unit) == 1:
+            length = int(prompts[unit[0]] + answers[unit[0]]) - 1
+        else:
+            length = int(prompts[unit[0]] + answers[unit].sum()) - len(unit)
+        return -(-length // self.multiple) * self.multiple
+
     def _bins(self, lengths: list[int]) -> tuple[list[int], list[int], int]:
         """Bins for units: (bin, start) of each unit, and the width with the least work in places and pairs."""
         longest = max(lengths)
@@ -160,12 +169,6 @@ class Cut:
                 found = work, bins, starts, width
         assert found is not None
         return found[1:]
-
-
-def _unit_length(prompts: Integers, answers: Integers, unit: list[int]) -> int:
-    if len(unit) == 1:
-        return int(prompts[unit[0]] + answers[unit[0]]) - 1
-    return int(prompts[unit[0]] + answers[unit].sum()) - len(unit)
 
 
 def _fill(lengths: list[int], width: int) -> tuple[list[int], list[int]]:

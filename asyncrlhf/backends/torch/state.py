@@ -14,7 +14,7 @@ from asyncrlhf.backends.torch.optimizer import Optimizer
 from asyncrlhf.backends.torch.world import spread_like
 from asyncrlhf.errors import CheckpointError
 
-__all__ = ("load_state", "save_model", "save_state")
+__all__ = ("copy_tokenizer", "load_state", "save_model", "save_state", "sync_tree")
 
 STATE_FILE = "trainer.pt"
 COPIED = (
@@ -45,11 +45,21 @@ def save_model(model: Model, directory: Path) -> None:
     kept = model.module.state_dict().keys() - state.keys()
     state |= {name: buffer for name, buffer in model.module.named_buffers() if name in kept}
     model.module.save_pretrained(directory, state_dict=state)
+    copy_tokenizer(model.directory, directory)
+    sync_tree(directory)
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy the files of the tokenizer, and of what else belongs to a model, byte for byte."""
     for name in COPIED:
-        if (source := model.directory / name).is_file():
-            shutil.copyfile(source, directory / name)
-    if (templates := model.directory / "additional_chat_templates").is_dir():
+        if (file := source / name).is_file():
+            shutil.copyfile(file, directory / name)
+    if (templates := source / "additional_chat_templates").is_dir():
         shutil.copytree(templates, directory / templates.name, dirs_exist_ok=True)
+
+
+def sync_tree(directory: Path) -> None:
+    """Make everything in a directory durable."""
     for path in directory.rglob("*"):
         _sync(path)
     _sync(directory)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from asyncrlhf.backends.torch.data import Forward, Rows, split_by_row
 from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.measure import Measures
 from asyncrlhf.backends.torch.model import Model
+from asyncrlhf.backends.torch.objective import Counts, Objective
 from asyncrlhf.backends.torch.optimizer import Optimizer
 from asyncrlhf.backends.torch.options import OptimizerOptions as OptimizerOptions
 from asyncrlhf.backends.torch.options import TrainerOptions
@@ -25,27 +26,16 @@ from asyncrlhf.backends.torch.probe import require_all_learn, require_layout_wor
 from asyncrlhf.backends.torch.score import response_logprobs, response_scores
 from asyncrlhf.backends.torch.state import load_state, save_model, save_state
 from asyncrlhf.backends.torch.world import meet, open_store, own_device
-from asyncrlhf.errors import ConfigError, PublishRefused
+from asyncrlhf.errors import PublishRefused
 from asyncrlhf.groups.protocols import shares
 from asyncrlhf.messages import Array, Packed, Probe, StepResult, TrainBatch, WeightHandle, import_object, unpack
 from asyncrlhf.ops import Loss, TokenStats, Transform
-from asyncrlhf.ops.corrections import fill
 from asyncrlhf.weights.checksum import checksum
 
 __all__ = ("OptimizerOptions", "TorchTrainer", "TrainerOptions")
 
 PROBE = 8
 """Tokens of a probe."""
-
-
-class Counts(NamedTuple):
-    """Of the batch of a step, over all ranks."""
-
-    rows: int
-    unmasked_rows: int
-    """Rows with an unmasked token."""
-    tokens: int
-    """Unmasked ones."""
 
 
 class TorchTrainer(TorchEngine, TrainEngine):
@@ -107,13 +97,11 @@ class TorchTrainer(TorchEngine, TrainEngine):
         function: Loss = unpack(loss)
         rows = Rows(batch, self._model.device)
         chosen = np.arange(len(batch)) if function.uses_masked_rows else np.flatnonzero(rows.unmasked)
-        unmasked_rows, tokens = np.count_nonzero(rows.unmasked), int(rows.unmasked.sum())
-        counts = Counts(*self._model.world.totals(len(batch), unmasked_rows, tokens))
+        counts = Counts(*self._model.world.totals(*Counts.of(rows)))
         if not counts.tokens:
             return StepResult(applied=False, reason="empty")
-        columns = rows.columns()
-        columns["coefficient"] = torch.from_numpy(self._coefficients(function, rows, counts)).to(self._model.device)
         measures = Measures(first=self._stepped_in != batch.train_step, train_step=batch.train_step)
+        objective = Objective(function, rows, counts, self.options, measures)
         self._optimizer.zero_grad()
         for forward in rows.forwards(
             self._cut,
@@ -124,7 +112,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
             rounds=self._model.rounds,
         ):
             with self._model.last_of_step(forward.last):
-                self._backward(function, rows, rows.pick(columns, forward), forward, measures)
+                self._backward(objective, forward, entropy="entropy" in function.needs)
         norm = self._optimizer.gradient_norm()
         metrics = measures.result(self._model.world) | {"grad_norm": float(norm)}
         if not math.isfinite(metrics["grad_norm"]):
@@ -198,59 +186,12 @@ class TorchTrainer(TorchEngine, TrainEngine):
         load_state(self._model, self._optimizer, Path(directory))
         self._stepped_in = -1
 
-    def _backward(
-        self, function: Loss, rows: Rows, columns: dict[str, Tensor], forward: Forward, measures: Measures
-    ) -> None:
-        keep = columns["mask"] > 0
-        new = self._model.token_stats(
-            **forward.arguments, temperature=self.options.temperature, entropy="entropy" in function.needs
-        )
+    def _backward(self, objective: Objective, forward: Forward, *, entropy: bool) -> None:
+        new = self._model.token_stats(**forward.arguments, temperature=self.options.temperature, entropy=entropy)
         if forward.idle:
             (new.logprobs if new.values is None else new.values).sum().backward()
             return
-        if new.values is not None:
-            new = TokenStats(logprobs=new.logprobs, values=_shield(new.values, keep))
-        else:
-            entropy = None if new.entropy is None else _shield(new.entropy, keep)
-            new = TokenStats(logprobs=_shield(new.logprobs, keep), entropy=entropy)
-            self._correct(columns, new.logprobs.detach())
-        batch = rows.micro_batch(columns, forward)
-        values = function(new, batch)
-        if values.shape != keep.shape:
-            raise ValueError(
-                f"{type(function).__name__} gave shape {tuple(values.shape)} for {len(keep)} tokens; a loss gives one "
-                "value per response token and leaves masks and means to the engine"
-            )
-        objective = (values.masked_fill(~keep, 0.0) * columns["coefficient"]).sum()
-        (objective * self._model.world.size).backward()  # ranks then take the mean of their gradients
-        with torch.no_grad():
-            own = function.measures(new, batch)
-        measures.add(objective.detach(), new, batch, keep, own, columns["coefficient"])
-
-    def _correct(self, columns: dict[str, Tensor], current: Tensor) -> None:
-        """Fill in the columns of the off-policy correction that the batch does not bring."""
-        proximal = columns.setdefault("proximal_logprobs", current)
-        if "anchor_logprobs" not in columns or "weight" not in columns:
-            columns["anchor_logprobs"], columns["weight"] = fill(
-                self.options.off_policy, self.options.off_policy_cap, proximal, columns["behaviour_logprobs"]
-            )
-
-    def _coefficients(self, function: Loss, rows: Rows, counts: Counts) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """[T] what the value of each token is multiplied with, so that the sum over all micro-batches of all ranks is
-        the loss."""
-        if function.reduction == "sequence_mean":
-            per_row = 1.0 / np.maximum(rows.unmasked, 1) / counts.unmasked_rows
-            return np.repeat(per_row, rows.lengths).astype(np.float32)
-        if function.reduction == "token_mean":
-            denominator = counts.tokens
-        elif self.options.max_response_tokens < 1:
-            raise ConfigError(
-                f"{type(function).__name__} has reduction 'constant', which divides by rows * max_response_tokens; set "
-                "max_response_tokens of this group to the most tokens of an answer"
-            )
-        else:
-            denominator = counts.rows * self.options.max_response_tokens
-        return np.full(len(rows.mask), 1.0 / denominator, dtype=np.float32)
+        (objective(forward, new) * self._model.world.size).backward()  # ranks then take the mean of their gradients
 
     def _stats_of_all(self, rows: Rows) -> TokenStats:
         """Statistics of every response token, rows in their order; each rank computes those of its share."""
@@ -271,8 +212,3 @@ class TorchTrainer(TorchEngine, TrainEngine):
 
 def _finite(weights: Mapping[str, Tensor]) -> bool:
     return bool(nn.utils.get_total_norm(weights.values(), math.inf).isfinite())
-
-
-def _shield(values: Tensor, keep: Tensor) -> Tensor:
-    """The same values, but masked tokens are constants: whatever a loss makes of them, selection stops its gradient."""
-    return values.where(keep, values.detach().nan_to_num(0.0, 0.0, 0.0))

@@ -1,0 +1,92 @@
+"""A trained model cut over ranks by megatron-core, through the launcher, and a resume in another layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrlhf.config.load import load
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.launch import run
+from asyncrlhf.models import Models
+from asyncrlhf.wiring import wire
+from tests.integration.tiny import SCRATCH, grpo
+from tests.integration.torch_scene import trainer
+
+pytestmark = pytest.mark.timeout(240)
+
+MEGATRON = (
+    SCRATCH.replace("num_key_value_heads = 1", "num_key_value_heads = 2")
+    + """
+[groups.policy]
+backend = "megatron"
+device = "cpu"
+"""
+)
+GRPO = grpo(
+    model=MEGATRON,
+    top="""
+runtime = "local"
+train_steps = 1
+prompts_per_step = 2
+answers_per_prompt = 4
+max_staleness = 1
+off_policy = "decoupled"
+""",
+    groups="""
+[settings.loss]
+kl = 0.1
+[groups.reference]
+backend = "megatron"
+device = "cpu"
+[checkpoint]
+every = 2
+""",
+).replace('runtime = "inproc"\n', "", 1)
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_grpo_with_tensor_parallel_training_goes_on_as_a_pipeline(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    Path("run.toml").write_text(GRPO)
+    assert run(load("run.toml", ["train_steps=3", "groups.policy.tensor_parallel=2"])) == 0
+    assert run(load("run.toml", ["train_steps=5", "groups.policy.pipeline_parallel=2"])) == 0
+    rows = metrics(Path("run"))
+    assert [row["train_step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert max(row["staleness/token_lag_max"] for row in rows) <= 1
+    gaps = [row[key] for row in rows for key in ("logprob_gap", "probe_gap") if row[key] is not None]
+    assert len(gaps) > 5  # the sampler, a torch engine, has the weights that megatron's ranks have trained
+    assert max(gaps) < 1e-4
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    worked = {event["rank"] for event in events if event["type"] == "EngineBusy" and event["group"] == "policy"}
+    assert worked == {0, 1}
+    last = trainer("run/final/policy" if Path("run/final/policy").is_dir() else "run/final")
+    assert all(torch.isfinite(weight).all() for weight in last._model.parameters().values())
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(GRPO)
+    inproc = load(str(path), ["runtime=inproc", "groups.policy.tensor_parallel=2", "groups.policy.pipeline_parallel=2"])
+    with pytest.raises(ConfigError, match=r"tensor_parallel = 2 \* pipeline_parallel = 2 takes 4 processes"):
+        wire(inproc)
+    with pytest.raises(ConfigError, match=r'groups.policy: device = "auto" takes CUDA, which is not here'):
+        Models.require_devices(wire(load(str(path), ["groups.policy.device=auto"])))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"groups.policy: .*pip install .asyncrlhf\[megatron\]"):
+        Models.require_devices(wire(load(str(path), [])))
+
+
+def test_sizes_that_do_not_fit_the_model_start_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.chdir(tmp_path)
+    Path("run.toml").write_text(GRPO)
+    with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide 2 key/value heads; use 1 or 2"):
+        run(load("run.toml", ["train_steps=1", "groups.policy.tensor_parallel=3"]))
