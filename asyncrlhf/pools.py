@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrlhf.abc import Needs, Place
-from asyncrlhf.config.groups import Compute, Frozen, Trained
+from asyncrlhf.config.groups import Compute, Frozen, Trained, VllmRollout
 from asyncrlhf.config.schema import Config, Pool
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.runtimes.feasible import Ask, Node, amounts, shortage
@@ -72,6 +72,8 @@ def _devices(key: str, table: msgspec.Struct, name: str, pool: Pool) -> float:
         )
     if device == "cpu" or not pool.devices:
         return 0.0
+    if isinstance(table, VllmRollout) and table.tensor_parallel > 1:
+        return float(table.tensor_parallel)
     return math.floor(SHARES / pool.engines_per_device) / SHARES
 
 

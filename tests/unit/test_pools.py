@@ -52,6 +52,14 @@ def test_rollouts_generate_and_the_others_train(tmp_path: Path) -> None:
     assert set(pools_of(engines(tmp_path, pools="")).values()) == {None}
 
 
+def test_an_engine_of_several_processes_sees_a_gpu_for_each(tmp_path: Path) -> None:
+    wide = ("groups.rollout.backend=vllm", "groups.rollout.tensor_parallel=2")
+    found = engines(tmp_path, "pools.generation.devices=2", "pools.training.devices=2", *wide)
+    assert [place.gpus for place in found["rollout"]] == [("4", "5")]
+    with pytest.raises(ConfigError, match="devices = 1, and its engines need 2"):
+        engines(tmp_path, "pools.generation.devices=1", "pools.training.devices=2", *wide)
+
+
 def test_an_engine_sees_the_gpus_of_its_pool(tmp_path: Path) -> None:
     found = engines(tmp_path, "pools.generation.devices=2", "pools.training.devices=2", "groups.rollout.replicas=2")
     assert {name: [place.gpus for place in group] for name, group in found.items()} == {
