@@ -147,7 +147,7 @@ def test_sigusr1_names_the_engine_whose_process_stands_still(forks: Forks, tmp_p
     assert child.until(lambda: (run / "metrics.jsonl").exists() and scene.rows(run), PATIENCE), child.text
     stopped = engines(child.pid)["rollout/0"]
     os.kill(stopped, signal.SIGSTOP)
-    said = re.compile(r"^prompt uid \d+ \(attempt 1\) waits \d+\.\d s for rollout/0$", re.MULTILINE)
+    said = re.compile(r"^(the publish|prompt uid \d+ .*) waits \d+\.\d s for rollout/0(: \w+)?$", re.MULTILINE)
 
     def asked() -> bool:
         child.signal(signal.SIGUSR1)
