@@ -8,12 +8,12 @@ from msgspec import Meta
 
 from asyncrlhf.messages.samples import Message
 
-__all__ = ("ParallelLayout", "Place3D")
+__all__ = ("Coordinates", "ParallelLayout")
 
 Size = Annotated[int, Meta(ge=1)]
 
 
-class Place3D(NamedTuple):
+class Coordinates(NamedTuple):
     """Where a rank stands."""
 
     tensor: int
@@ -39,17 +39,17 @@ class ParallelLayout(Message, frozen=True, kw_only=True):
         """How many there are."""
         return self.tensor * self.context * self.data * self.pipeline
 
-    def place(self, rank: int) -> Place3D:
+    def place(self, rank: int) -> Coordinates:
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
-        return Place3D(tensor, context, data, pipeline)
+        return Coordinates(tensor, context, data, pipeline)
 
-    def rank(self, place: Place3D) -> int:
+    def rank(self, place: Coordinates) -> int:
         """The rank that stands there."""
         rest = place.pipeline * self.data + place.data
         return (rest * self.context + place.context) * self.tensor + place.tensor
 
     def last_of(self, data: int) -> int:
         """The rank of a data parallel copy that has its results: the first of its last pipeline stage."""
-        return self.rank(Place3D(0, 0, data, self.pipeline - 1))
+        return self.rank(Coordinates(0, 0, data, self.pipeline - 1))

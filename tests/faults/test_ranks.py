@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def test_L12_one_rank_is_killed_and_the_run_goes_on_from_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
-    text = LOCAL.replace("train_steps = 6", "train_steps = 12")
+    text = LOCAL.replace("train_steps = 6", "train_steps = 12").replace("stall_timeout = 30", "stall_timeout = 100")
     text += '[groups.policy]\ndata_parallel = 2\nsharding = "full"\n'
     name, run = scene.write(tmp_path, text), tmp_path / "run"
     child = forks.start(tmp_path, name)

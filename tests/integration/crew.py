@@ -101,7 +101,7 @@ class Crew:
         full = TrainerOptions(model=model, device="cpu", data_parallel=ranks, **options)
         self.ranks = Ranks(self._handles[:ranks], ParallelLayout(data=ranks), VERBS)
         self._run(self.ranks.call("become", full))
-        self._run(self.ranks.join(60.0))
+        self._run(self.ranks.join(120.0))
         return self
 
     def call(self, verb: str, *arguments: Any) -> Any:

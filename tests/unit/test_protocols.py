@@ -13,7 +13,7 @@ from asyncrlhf import ops
 from asyncrlhf.errors import ConfigError, GroupError
 from asyncrlhf.groups.protocols import LOPSIDED, PROTOCOLS, Protocol, micro_data_parallel, protocol, shares
 from asyncrlhf.messages import ArrayColumn, ParallelLayout, StepResult, TrainBatch, pack
-from asyncrlhf.messages.layout import Place3D
+from asyncrlhf.messages.layout import Coordinates
 
 
 class TokenLoss(ops.Loss, frozen=True):
@@ -61,7 +61,7 @@ def test_ranks_and_places_are_the_same_thing(layout: ParallelLayout) -> None:
     places = [layout.place(rank) for rank in range(layout.ranks)]
     assert [layout.rank(place) for place in places] == list(range(layout.ranks))
     assert len(set(places)) == layout.ranks
-    assert places[0] == Place3D(0, 0, 0, 0)
+    assert places[0] == Coordinates(0, 0, 0, 0)
     sizes = [max(place[axis] for place in places) + 1 for axis in range(4)]
     assert sizes == [layout.tensor, layout.context, layout.data, layout.pipeline]
 
