@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrlhf.errors import ConfigError, PublishRefused
-from asyncrlhf.messages import ArrayColumn, GenerateRequest, Sample, TrainBatch, WeightHandle
+from asyncrlhf.messages import ArrayColumn, GenerateRequest, Rejected, Sample, TrainBatch, WeightHandle
 from tests.integration.torch_sampling import Log, check
 from tests.integration.torch_scene import make_model, make_requests, trainer
 from tests.integration.vllm_host import ENGINES_ONLY, SHARED, VllmHost
@@ -170,6 +170,17 @@ def test_answers_wait_for_room_in_the_kv_cache(
     assert len(samples) == 6
     for request in requests:
         check(modules, request, samples[request.request_id])
+
+
+def test_a_probe_may_be_longer_than_any_answer(host: VllmHost, models: list[str], handles: list[WeightHandle]) -> None:
+    engine = host.make(models[0], max_sequence_tokens=6)
+    Log(engine).publish(handles[0], 0)
+    assert handles[0].probe is not None
+    assert len(handles[0].probe.token_ids) > 6
+    np.testing.assert_allclose(engine.probe(handles[0].probe.token_ids), handles[0].probe.logprobs, atol=1e-5)
+    (event,) = engine.add(make_requests(1, max_tokens=9))
+    assert isinstance(event, Rejected)
+    assert "this engine has 6" in event.reason
 
 
 def test_a_prompt_longer_than_a_forward_goes_alone(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from asyncrlhf.groups import ReferenceGroup, RewardGroup
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.scorers import PATIENCE, ModelScorer, RuleScorer
 from asyncrlhf.groups.supervisor import RestartBudget
-from asyncrlhf.messages import PerSample, ScoreRequest
+from asyncrlhf.messages import PerSample, ScoreRequest, TrainBatch
 from asyncrlhf.observe import EventLog, Restarted, Warned
 from asyncrlhf.testing import FakeRuntime, FakeTrainerOptions, Fault, Timing, run_virtual
 from tests.unit.test_model_scorer import rollout
@@ -405,5 +406,58 @@ def test_an_engine_lost_while_it_is_calibrated_is_started_again() -> None:
         await scorer.start()
         assert scene.engine.incarnation == 1
         assert await scorer.score(rollout(1, (1,))) == (-1.0,)
+
+    run_virtual(main())
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+class Rank:
+    """A rank of a frozen model, which reads its own rows; rank 1 is lost when first asked."""
+
+    address = "10.0.0.7"
+
+    def __init__(self, spec: EngineSpec, lost: bool) -> None:
+        self.spec, self.closed = spec, False
+        self.rows: list[int] = []
+        self._lost = lost
+
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        if verb in ("rendezvous", "join"):
+            return 29500
+        batch: TrainBatch = arguments[0]
+        if self._lost:
+            raise EngineLost("rank 1 has ended")
+        self.rows.append(len(batch))
+        return [np.full(length, self.spec.rank, np.float32) for length in batch.response_lengths]
+
+    async def close(self, *, at_once: bool = False) -> None:
+        self.closed = True
+
+
+class Ranks(FakeRuntime):
+    """Where they live."""
+
+    ranks: list[Rank]
+
+    async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
+        self.ranks.append(Rank(spec, lost=spec.rank == 1 and len(self.ranks) < 2))
+        return self.ranks[-1]
+
+
+def test_a_frozen_model_may_have_ranks_which_are_lost_and_started_again_together() -> None:
+    async def main() -> None:
+        runtime = Ranks(Timing(), ())
+        runtime.ranks = []
+        log = EventLog(None, asyncio.get_running_loop().time)
+        specs = [EngineSpec(group="reference", rank=rank, engine="", options=FakeTrainerOptions()) for rank in (0, 1)]
+        engine = FrozenEngine(log, runtime, *specs)
+        await engine.start()
+        rows = await engine.read("logprobs", [rollout(1, (1, 2)), rollout(2, (3, 4, 5))])
+        first, second = runtime.ranks[:2], runtime.ranks[2:]
+        assert all(rank.closed for rank in first)
+        assert [rank.spec.rank for rank in second] == [0, 1]
+        assert sum(sum(rank.rows) for rank in second) == sum(map(len, rows)) > 1
+        assert all(rank.rows for rank in second)
+        assert engine.incarnation == 1
 
     run_virtual(main())

@@ -60,9 +60,10 @@ class Optimizer:
                 yield optimizer.optimizer
 
     def zero_grad(self) -> None:
-        for chunk in self._model.wrapped:
-            chunk.zero_grad_buffer()
-        self.inner.zero_grad()
+        with calling():
+            for chunk in self._model.wrapped:
+                chunk.zero_grad_buffer()
+            self.inner.zero_grad()
 
     def gradient_norm(self) -> float:
         """Global norm of the gradients; not finite if any of them is not."""

@@ -30,6 +30,8 @@ CPU_BLOCK = 128
 """Tokens of a block of the KV cache on CPUs."""
 CPU_CACHE_LIMIT = 4 << 30
 """Bytes of KV cache on a CPU unless the configuration says more; requests wait for room in it."""
+PROBE_PLACES = 64
+"""Places a sequence has at least, if the model allows: a probe may be longer than prompt and answer."""
 
 
 class Core:
@@ -47,19 +49,20 @@ class Core:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
         if options.tensor_parallel > 1:
             prepare_workers()
-        positions = config.get("max_position_embeddings") or options.max_sequence_tokens
-        self.longest = min(options.max_sequence_tokens, int(positions))
+        positions = int(config.get("max_position_embeddings") or options.max_sequence_tokens)
+        self.longest = min(options.max_sequence_tokens, positions)
+        places = max(self.longest, min(positions, PROBE_PLACES))
         arguments = EngineArgs(
             model=options.model,
             skip_tokenizer_init=True,
             generation_config="vllm",
             dtype=options.dtype,
-            max_model_len=self.longest,
+            max_model_len=places,
             max_num_seqs=options.slots + 1,  # one for probes
-            max_num_batched_tokens=max(options.prefill_tokens, options.slots + 1, self.longest if CPU_BUILD else 0),
+            max_num_batched_tokens=max(options.prefill_tokens, options.slots + 1, places if CPU_BUILD else 0),
             enable_chunked_prefill=not CPU_BUILD,  # there it fails for requests with a seed
             tensor_parallel_size=options.tensor_parallel,
-            kv_cache_memory_bytes=_cache_bytes(options, config, self.longest),
+            kv_cache_memory_bytes=_cache_bytes(options, config, places),
             gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager or CPU_BUILD,
             logprobs_mode="processed_logprobs",

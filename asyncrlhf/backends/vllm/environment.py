@@ -24,7 +24,7 @@ CPU_BUILD = _is_cpu_build()
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this process is the engine's
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the one whose log-probs are tested here
 if CPU_BUILD:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling the sampler's helpers takes longer than they do
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # where threads run is the runtime's to say
