@@ -21,6 +21,8 @@ from asyncrlhf.control.signals import StoppedEarly, StopSignals
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.models import Models
+from asyncrlhf.placement.advice import warnings
+from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.session import Session
 from asyncrlhf.stages import Stage, prepare
 
@@ -29,7 +31,15 @@ __all__ = ("check", "run")
 
 def check(config: Config) -> str:
     """The resolved configuration and what follows from it, as text. Raises ConfigError, DataError. Loads no torch."""
-    return f"{prepare(config).text}\n" + "\n".join(derive(config).lines())
+    stage = prepare(config)
+    facts = facts_before(
+        stage.directory.path,
+        lookahead=config.lookahead or 0,
+        max_staleness=config.max_staleness,
+        engines=stage.wiring.engines.values(),
+    )
+    lines = [*derive(config).lines(), *(f"warning: {text}" for text in warnings(facts))]
+    return f"{stage.text}\n" + "\n".join(lines)
 
 
 def run(config: Config) -> int:
