@@ -4,7 +4,8 @@ refinement."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncrlhf.placement.cluster import Block
@@ -39,12 +40,17 @@ class Allocator:
         self.problem, self.value, self.limit = problem, value, limit
         self.examined, self.exhaustive = 0, True
         self._options: dict[tuple[object, ...], list[Option] | Rejection] = {}
+        self._of_pool: dict[int, list[int]] = {}
 
     def _sizes(self, pool: int) -> list[int]:
+        """Device counts that a set may have."""
+        if pool in self._of_pool:
+            return self._of_pool[pool]
         node, count = self.problem.cluster.pools[pool]
         sizes = self.problem.cluster.sizes(pool)
         if count > SMALL * node.devices:
             sizes = [size for size in sizes if size % node.devices == 0]
+        self._of_pool[pool] = sizes
         return sizes
 
     def feasible(self, units: tuple[Unit, ...], sets: Sets) -> list[Option] | Rejection:
@@ -122,7 +128,7 @@ class Allocator:
     def _refine(self, start: tuple[Option, ...], sets: Sets) -> tuple[Option, ...]:
         """Move devices between sets, in ever smaller portions, while that helps."""
         best, cost = start, self.value.cost([plan for _, _, plan in start])
-        for portion in _portions(max(count for _, count, _ in start)):
+        for portion in _portions(max(len(self._sizes(pool)) for pool, _, _ in start)):
             moved = True
             while moved:
                 moved = False
@@ -134,28 +140,35 @@ class Allocator:
                         break
         return best
 
-    def _neighbours(self, at: tuple[Option, ...], portion: int, sets: Sets) -> list[tuple[Option, ...]]:
-        """One set grown into free devices, or one grown at another's cost; portions in nodes."""
-        found: list[tuple[Option, ...]] = []
+    def _neighbours(self, at: tuple[Option, ...], portion: int, sets: Sets) -> Iterator[tuple[Option, ...]]:
+        """One set grown by `portion` sizes, or to what another pool has of its size: into free devices, or at another
+        set's cost; and one set shrunk."""
         pools = self.problem.cluster.pools
         for i, (pool, count, plan) in enumerate(at):
-            delta = portion * pools[pool][0].devices
-            used = sum(size for where, size, _ in at if where == pool)
-            donors = [j for j, (where, size, _) in enumerate(at) if j != i and where == pool and size > delta]
-            if used + delta <= pools[pool][1]:
-                donors.append(-1)
-            grown = self._resized(plan, pool, count + delta, sets)
-            for j in donors if grown is not None else []:
-                assert grown is not None
-                changed = list(at)
-                changed[i] = (pool, count + delta, grown)
-                if j >= 0:
-                    shrunk = self._resized(at[j][2], pool, at[j][1] - delta, sets)
-                    if shrunk is None:
-                        continue
-                    changed[j] = (pool, at[j][1] - delta, shrunk)
-                found.append(tuple(changed))
-        return found
+            for target, size in self._moves(pool, count, portion):
+                changed = self._resized(plan, target, size, sets)
+                if changed is None:
+                    continue
+                grown = (*at[:i], (target, size, changed), *at[i + 1 :])
+                missing = sum(each for where, each, _ in grown if where == target) - pools[target][1]
+                if missing <= 0:
+                    yield grown
+                    continue
+                for j, (where, each, donor) in enumerate(grown):
+                    left = max((s for s in self._sizes(where) if s <= each - missing), default=0)
+                    if j != i and where == target and left:
+                        shrunk = self._resized(donor, where, left, sets)
+                        if shrunk is not None:
+                            yield (*grown[:j], (where, left, shrunk), *grown[j + 1 :])
+
+    def _moves(self, pool: int, count: int, portion: int) -> Iterator[tuple[int, int]]:
+        """(pool, size) that a set of `count` devices may take instead."""
+        for target in range(len(self.problem.cluster.pools)):
+            sizes = self._sizes(target)
+            at = bisect_left(sizes, count)
+            for i in (at + portion, at - portion) if target == pool else (at,):
+                if 0 <= i < len(sizes):
+                    yield target, sizes[i]
 
     def _resized(self, plan: SetPlan, pool: int, count: int, sets: Sets) -> SetPlan | None:
         found = self._set([member.unit for member in plan.members], pool, count, sets)
@@ -188,8 +201,9 @@ def _thinned(found: list[Option], most: int) -> list[Option]:
     return [found[round(i * step)] for i in range(most)]
 
 
-def _portions(largest: int) -> list[int]:
+def _portions(sizes: int) -> list[int]:
+    """Steps on a list of so many sizes, largest first."""
     portions = [1]
-    while portions[-1] * 2 < largest // 8:
+    while portions[-1] * 4 <= sizes:
         portions.append(portions[-1] * 2)
     return portions[::-1]

@@ -11,7 +11,7 @@ from asyncrlhf.placement.layouts import Layout
 from asyncrlhf.placement.models import ModelSpec
 from asyncrlhf.placement.workload import Workload
 
-__all__ = ("bubble", "forward_seconds", "gradient_sync_seconds", "train_seconds")
+__all__ = ("bubble", "forward_seconds", "gather_seconds", "gradient_sync_seconds", "train_seconds")
 
 
 def bubble(stages: int, micro_batches: float) -> float:
@@ -54,7 +54,10 @@ def forward_seconds(model: ModelSpec, block: Block, layout: Layout, work: Worklo
     tokens = rows * work.mean_length
     seconds = _pass(model, layout, tokens, work, block.node.flops * fit.mfu_forward)
     seconds += _collectives(model, block, layout, tokens, 2, fit)
-    return seconds / (1 - bubble(layout.pp, _micro_batches(rows, work)))
+    micro_batches = _micro_batches(rows, work)
+    if work.optimizer_shards == 3:  # the next layer's weights are gathered while this one computes
+        seconds = max(seconds, micro_batches * gather_seconds(model, block, layout, fit))
+    return seconds / (1 - bubble(layout.pp, micro_batches))
 
 
 def gradient_sync_seconds(model: ModelSpec, block: Block, layout: Layout, fit: Coefficients) -> float:
@@ -62,15 +65,26 @@ def gradient_sync_seconds(model: ModelSpec, block: Block, layout: Layout, fit: C
     gathered in 16 (2 bytes). Over the network, a node sends each shard that it holds once."""
     if layout.dp == 1:
         return 0.0
-    shards, node = layout.model, block.node
     volume = 6 * model.trained_params * (layout.dp - 1) / layout.dp
     if layout.ep > 1:  # experts have ep times fewer copies to agree with
         routed = min(model.trained_params, model.shape.routed_params)
         copies = layout.dp // layout.ep
         volume -= 6 * routed * ((layout.dp - 1) / layout.dp - (copies - 1) / copies / layout.ep)
+    return volume / _link(block, layout, fit)
+
+
+def gather_seconds(model: ModelSpec, block: Block, layout: Layout, fit: Coefficients) -> float:
+    """Weights that data parallelism shards (ZeRO-3), collected once: 2 bytes per parameter."""
+    return 2 * model.params * (layout.dp - 1) / layout.dp / _link(block, layout, fit)
+
+
+def _link(block: Block, layout: Layout, fit: Coefficients) -> float:
+    """Bytes/s at which data-parallel groups move the whole model: over nvlink every device its shard, over the network
+    a node each shard that it holds once."""
+    shards, node = layout.model, block.node
     if block.count <= node.joined:
-        return volume / shards / (node.nvlink * fit.network)
-    return volume * min(node.devices, shards) / shards / (node.nic * fit.network)
+        return node.nvlink * fit.network * shards
+    return node.nic * fit.network * shards / min(node.devices, shards)
 
 
 def train_seconds(model: ModelSpec, block: Block, layout: Layout, work: Workload, fit: Coefficients) -> float:
@@ -80,8 +94,9 @@ def train_seconds(model: ModelSpec, block: Block, layout: Layout, work: Workload
     passes, collectives = (4, 6) if work.recompute else (3, 4)
     seconds = passes * _pass(model, layout, tokens, work, block.node.flops * fit.mfu_train)
     seconds += _collectives(model, block, layout, tokens, collectives, fit)
-    seconds /= 1 - bubble(layout.pp, _micro_batches(rows, work))
+    micro_batches = _micro_batches(rows, work)
+    if work.optimizer_shards == 3:  # for the forward and again for the backward pass
+        seconds = max(seconds, 2 * micro_batches * gather_seconds(model, block, layout, fit))
+    seconds /= 1 - bubble(layout.pp, micro_batches)
     seconds += gradient_sync_seconds(model, block, layout, fit)
-    if work.optimizer_shards == 3:  # weights are gathered for the forward and again for the backward pass
-        seconds += 2 * gradient_sync_seconds(model, block, layout, fit) / 3
     return work.minibatches * (seconds + fit.update_overhead_s)

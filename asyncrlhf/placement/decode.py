@@ -59,9 +59,10 @@ def decode_step_seconds(
 
 
 def zero3_decode_step_seconds(model: ModelSpec, block: Block, fit: Coefficients) -> float:
-    """A token from weights that all devices of the block shard: 2 P bytes are gathered for it (what makes flattening
-    slow in the adaptive placement paper, arXiv 2312.11819)."""
-    return 2 * model.params / (block.bandwidth(block.count) * fit.network)
+    """A token from weights that all devices of the block shard: 2 P bytes are gathered for it, over the network once
+    per node (what makes flattening slow in the adaptive placement paper, arXiv 2312.11819)."""
+    node = block.node
+    return 2 * model.params / ((node.nvlink if block.count <= node.joined else node.nic) * fit.network)
 
 
 def generation(

@@ -102,6 +102,10 @@ class PlanFile(Table, frozen=True, kw_only=True):
 
 def problem_of(table: Mapping[str, Any]) -> Problem:
     """The plan's file as a problem. Raises ConfigError in one line."""
+    for key, kind in (("nodes", NodeType), ("models", ModelTable), ("layouts", LayoutTable)):
+        for name, each in table.get(key, {}).items():
+            if isinstance(each, dict):  # one by one, so that an error names it
+                convert(cast("dict[str, Any]", each), kind, f"{key}.{name}")
     plan = convert(table, PlanFile)
     cluster = Cluster.build(plan.cluster.pools, plan.nodes)
     models = {key: model.spec(key) for key, model in plan.models.items()}

@@ -226,8 +226,7 @@ class Sets:
             for offload in (False, True) if self.work.offload == "auto" and len(members) > 1 else (False,):
                 found = self._fit(members, chosen, offload=offload)
                 if isinstance(found, Rejection):
-                    if offload not in refused or found.shortage < refused[offload].shortage:
-                        refused[offload] = found
+                    refused[offload] = found  # the last layouts take the least memory
                 elif best is None or found.busy < best.busy:
                     best = found
         if best is not None:
@@ -261,7 +260,9 @@ class Sets:
         node = members[0].block.node
         usable = node.memory * fit.usable
         lanes = sorted({member.lane for member in members}) or [""]
-        resident = max(sum(c.resident for m, c in chosen if m.lane in ("", lane)) for lane in lanes)
+        on = {lane: [(m, c) for m, c in chosen if m.lane in ("", lane)] for lane in lanes}
+        fullest = max(on.values(), key=lambda found: sum(choice.resident for _, choice in found))
+        resident = sum(choice.resident for _, choice in fullest)
         asleep = fit.residual_gib * GIB
         rollout = next((member for member in members if member.unit.generates), None)
         peak, peak_at, items = 0.0, "", dict[str, float]()
@@ -281,7 +282,7 @@ class Sets:
         switch, waves = 0.0, 1.0
         stream = 0.0
         if rollout is not None:
-            held = asleep * len(chosen) if offload else resident
+            held = asleep * len(fullest) if offload else resident
             policy = next((choice for member, choice in chosen if member.unit.model is rollout.unit.model), None)
             got = self._engine(rollout, usable - held, policy, awake=offload)
             if isinstance(got, Rejection):
@@ -291,8 +292,7 @@ class Sets:
             switch += got.moving
             if held + got.weights + got.cache > peak:
                 peak, peak_at = held + got.weights + got.cache, "rollout"
-                others = [(m, c) for m, c in chosen if m.lane in ("", lanes[-1])]
-                items = {f"{m.unit.name} asleep": asleep for m, _ in others} if offload else _named(others)
+                items = {f"{m.unit.name} asleep": asleep for m, _ in fullest} if offload else _named(fullest)
                 items |= {"rollout weights": got.weights, "rollout kv cache": got.cache}
         host = 0.0
         if offload:

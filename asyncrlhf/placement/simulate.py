@@ -49,7 +49,8 @@ class Pipeline:
     """Of it, what an engine stands still for."""
     mode: Literal["in_flight", "drain"] = "in_flight"
     shared: bool = False
-    """Generation and training take turns on the same devices: engines stand still from the pop to the commit."""
+    """Generation and training take turns on the same devices: engines stand still from the pop to the commit, or to the
+    end of a train step that publishes nothing."""
     seed: int = 0
 
 
@@ -292,6 +293,7 @@ class Simulation:
     def _trained(self) -> None:
         self.ledger.applied()
         if not self.ledger.due():
+            self._stand_still(False)
             self._step_ended()
             return
         self._publishing = True
