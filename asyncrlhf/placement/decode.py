@@ -36,8 +36,8 @@ class Generation:
     """Sequences of a replica over those that its KV cache holds."""
     capacity: int
     """Sequences that one replica's KV cache holds."""
-    step_seconds: float
-    """Of a decode step with every sequence active, at half the mean length."""
+    lease: float
+    """Mean seconds that a prompt's answers take when engines are kept full: as long as the longest of them."""
 
 
 def decode_step_seconds(
@@ -87,7 +87,11 @@ def generation(
     seconds = prefill / layout.model / (node.flops * fit.mfu_forward)
     middle = work.prompt_tokens + work.mean_response / 2
     full = decode_step_seconds(model, node, layout, active, middle, fit)
-    stream = seconds + count * work.mean_response / active * full
+    crowd = float(active)
+    if work.ahead:  # answers shorter than the longest to their prompt have left their places by then
+        crowd = min(max(1.0, count * work.window * work.mean_response / work.longest[0]), max(1.0, capacity))
+    pace = decode_step_seconds(model, node, layout, crowd, middle, fit)
+    stream = seconds + count * work.mean_response / crowd * pace
     queued = count - active
     seconds += queued * work.mean_response / active * full
     share, done = active / count, 0
@@ -97,7 +101,11 @@ def generation(
             context = work.prompt_tokens + (done + length) / 2
             seconds += (length - done) * decode_step_seconds(model, node, layout, left, context, fit)
             done = length
-    return Generation(seconds, min(stream, seconds), count / active, capacity, full)
+    longest = work.response.quantiles(min(work.samples, 4096))[-1]  # some replica has the longest of the batch
+    if longest > done:
+        context = work.prompt_tokens + (done + longest) / 2
+        seconds += (longest - done) * decode_step_seconds(model, node, layout, 1, context, fit)
+    return Generation(seconds, min(stream, seconds), count / active, capacity, work.longest[0] * pace)
 
 
 def longest_answer_seconds(

@@ -10,8 +10,10 @@ import tomli_w
 from asyncrlhf.placement.cluster import GIB
 from asyncrlhf.placement.decode import longest_answer_seconds
 from asyncrlhf.placement.plan import Candidate, Outcome, Problem
+from asyncrlhf.placement.rehearse import rehearse
 from asyncrlhf.placement.schedule import Schedule, schedule, tasks_of
 from asyncrlhf.placement.sets import SetPlan
+from asyncrlhf.placement.simulate import Simulated
 from asyncrlhf.placement.steps import speedup_bound
 from asyncrlhf.placement.units import units_of
 from asyncrlhf.placement.value import reward_latency
@@ -59,6 +61,8 @@ def _found(outcome: Outcome, explain: bool) -> Iterator[str]:
         yield f"{i + 1}. {candidate.strategy.label}: {candidate.step:.1f} s per train step{ratio}"
         if i == 0 or explain:
             yield from ("   " + line for line in _details(outcome.problem, candidate))
+        if i == 0:
+            yield f"   {_rehearsal(rehearse(outcome.problem, candidate))}"
     yield ""
     yield "strategies, best placement of each"
     for name, candidate in sorted(outcome.best_of.items(), key=lambda item: item[1].step):
@@ -102,6 +106,14 @@ def _details(problem: Problem, candidate: Candidate) -> Iterator[str]:
                 floor = longest_answer_seconds(member.unit.model, node, layout, problem.work, problem.fit)
             yield f"  {name}: {part.layouts[name]}{where}, {_seconds(part, name, floor)}"
         yield from ("  " + line for line in _memory(problem, part))
+
+
+def _rehearsal(found: Simulated) -> str:
+    return (
+        f"simulated on the ledger: {found.step:.1f} s per train step, token lag {found.lag_mean:.1f} on average and "
+        f"{found.lag_max} at most, {found.masked:.1%} over age, {found.dropped:.1%} dropped; generation busy "
+        f"{found.generate:.0%}, training {found.train:.0%}, a lease lasts {found.lease:.1f} s"
+    )
 
 
 def _training_side(stages: dict[str, float]) -> float:
@@ -150,9 +162,23 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "devices": outcome.problem.cluster.devices,
         "examined": outcome.examined,
         "exhaustive": outcome.exhaustive,
+        "simulated": _simulated(rehearse(outcome.problem, outcome.candidates[0])),
         "plans": [_candidate(outcome.problem, candidate) for candidate in outcome.candidates],
         "strategies": {name: candidate.step for name, candidate in outcome.best_of.items()},
         "rejected": [{"strategy": refused.strategy, "reason": refused.reason} for refused in outcome.refused],
+    }
+
+
+def _simulated(found: Simulated) -> dict[str, Any]:
+    return {
+        "step_s": found.step,
+        "token_lag_mean": found.lag_mean,
+        "token_lag_max": found.lag_max,
+        "masked_fraction": found.masked,
+        "dropped_fraction": found.dropped,
+        "busy_generate": found.generate,
+        "busy_train": found.train,
+        "lease_s": found.lease,
     }
 
 

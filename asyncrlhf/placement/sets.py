@@ -66,12 +66,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How a set generates: seconds alone and with full engines, waves, bytes of weights and cache, resharding."""
+    """How a set generates: seconds alone and with full engines, waves, seconds of a lease, bytes of weights and cache,
+    seconds of resharding."""
 
     layout: Layout
     seconds: float
     stream: float
     waves: float
+    lease: float
     weights: float
     cache: float
     moving: float
@@ -121,6 +123,8 @@ class SetPlan:
     """As `generate`, with engines that are kept full."""
     prepare: float = 0.0
     train: float = 0.0
+    lease: float = 0.0
+    """Seconds that the answers to a prompt take, engines kept full."""
     streams: bool = False
     """Generation runs ahead, so engines are kept full."""
 
@@ -146,7 +150,7 @@ class Sets:
         self.work, self.fit, self.fixed, self.most_pp = work, fit, fixed or {}, most_pp
         self._choices: dict[tuple[str, bool, bool, int, int], list[Choice]] = {}
         self._plans: dict[tuple[tuple[str, int, int, str], ...], SetPlan | Rejection] = {}
-        self._generated: dict[tuple[int, int, Layout, int], tuple[float, float, float] | None] = {}
+        self._generated: dict[tuple[int, int, Layout, int], tuple[float, float, float, float] | None] = {}
 
     def plan(self, members: Sequence[Member]) -> SetPlan | Rejection:
         """The fastest layouts that fit."""
@@ -280,7 +284,7 @@ class Sets:
         stages = {member.unit.name: choice.stage for member, choice in chosen}
         layouts = {member.unit.name: choice.layout for member, choice in chosen}
         switch, waves = 0.0, 1.0
-        stream = 0.0
+        stream, lease = 0.0, 0.0
         if rollout is not None:
             held = asleep * len(fullest) if offload else resident
             policy = next((choice for member, choice in chosen if member.unit.model is rollout.unit.model), None)
@@ -288,7 +292,7 @@ class Sets:
             if isinstance(got, Rejection):
                 return Rejection(got.reason, got.need + held, usable)
             stages["rollout"], layouts["rollout"] = Stage(generate=got.seconds), got.layout
-            stream, waves = got.stream, got.waves
+            stream, waves, lease = got.stream, got.waves, got.lease
             switch += got.moving
             if held + got.weights + got.cache > peak:
                 peak, peak_at = held + got.weights + got.cache, "rollout"
@@ -317,6 +321,7 @@ class Sets:
             waves=waves,
             generate=sum(stage.generate for _, stage in parts),
             stream=stream,
+            lease=lease,
             streams=work.ahead > 0,
             prepare=sum(stage.prepare for lane, stage in parts if not lane)
             + max((sum(s.prepare for at, s in parts if at == lane) for lane in lanes if lane), default=0.0),
@@ -361,8 +366,10 @@ class Sets:
     def _sampling(self, engine: Engine) -> float:
         return engine.moving + (engine.stream if self.work.ahead else engine.seconds)
 
-    def _sampled(self, unit: Unit, block: Block, layout: Layout, cache: float) -> tuple[float, float, float] | None:
-        """Seconds, seconds with full engines, and waves; remembered by quarter GiB of cache."""
+    def _sampled(
+        self, unit: Unit, block: Block, layout: Layout, cache: float
+    ) -> tuple[float, float, float, float] | None:
+        """Seconds, seconds with full engines, waves, and a lease's; remembered by quarter GiB of cache."""
         key = (block.pool, block.count, layout, int(cache / GIB * 4))
         if key not in self._generated:
             got = generation(unit.model, block, layout, self.work, key[3] / 4 * GIB, self.fit)
@@ -370,10 +377,10 @@ class Sets:
             if got is None:
                 self._generated[key] = None
             elif measured is None:
-                self._generated[key] = got.seconds, got.stream, got.waves
+                self._generated[key] = got.seconds, got.stream, got.waves, got.lease
             else:
                 seconds = measured.seconds * measured.devices / block.count
-                self._generated[key] = seconds, seconds, got.waves
+                self._generated[key] = seconds, seconds, got.waves, got.lease * seconds / got.seconds
         return self._generated[key]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from asyncrlhf.placement.sets import SetPlan
 
-__all__ = ("pipelined_step", "speedup_bound", "steady_step", "synchronous_step")
+__all__ = ("pipelined_step", "speedup_bound", "steady_step", "synchronous_step", "windowed_step")
 
 
 def synchronous_step(generate: float, prepare: float, train: float, others: float = 0.0) -> float:
@@ -20,6 +20,19 @@ def pipelined_step(busy: Sequence[float], latency: float = 0.0, lookahead: int =
     return max(*busy, 0.0, latency / (lookahead + 1)) + exposed
 
 
+def windowed_step(lease: float, others: float, window: float, turn: float = 0.0) -> float:
+    """Little's law: a step's rollouts are decoded for `lease` seconds each, and no more than `window` batches at once;
+    `others` are the seconds of a step in which one batch fewer is live. `turn`: of these, engines stand still for so
+    long (training on their own devices), and a lease is the longer for every turn that falls into it.
+
+    Solves window * step = lease * step / (step - turn) + others.
+    """
+    if not turn:
+        return (lease + others) / window
+    half = (lease + others + window * turn) / (2 * window)
+    return half + max(0.0, half * half - others * turn / window) ** 0.5
+
+
 def speedup_bound(stages: Sequence[float]) -> float:
     """What overlapping alone can gain with the same seconds per stage: their sum over the largest. Two stages with
     g / t = 10 gain 1.1 at most."""
@@ -27,10 +40,11 @@ def speedup_bound(stages: Sequence[float]) -> float:
 
 
 def steady_step(
-    sets: Sequence[SetPlan], lookahead: int, sync: float, exposed: float, reward: float
+    sets: Sequence[SetPlan], lookahead: int, window: float, sync: float, exposed: float, reward: float
 ) -> tuple[float, str, float]:
-    """Seconds of a train step, what bounds it, and the seconds of the same stages without overlap. `reward`: latency of
-    a reward function; `exposed`: the part of `sync` that trainer or engines wait for."""
+    """Seconds of a train step, what bounds it, and the seconds of the same stages without overlap. `window`: batches
+    that are decoded at once (Workload.window); `reward`: latency of a reward function; `exposed`: the part of `sync`
+    that trainer or engines wait for."""
     generate = max(part.generate for part in sets)
     prepare, train = max(part.prepare for part in sets), max(part.train for part in sets)
     switch = max(part.switch for part in sets)
@@ -39,10 +53,13 @@ def steady_step(
         largest = max((generate, "generation"), (prepare, "preparation"), (train, "training"), (sync, "weight sync"))
         return alone, max(largest, (reward, "reward latency"))[1], alone
     busy = [part.busy for part in sets]
-    step = pipelined_step(busy, alone, lookahead, exposed)
     top = max(busy)
-    if step - exposed > top * (1 + 1e-9):
-        return step, f"latency over lookahead + 1 = {lookahead + 1}", alone
+    turn = next(part for part in sets if part.lease)
+    held = turn.prepare + turn.train if turn.train else 0.0
+    waits = windowed_step(turn.lease, reward + prepare + train + switch + exposed, window, held)
+    step = max(top + exposed, min(waits, alone))
+    if step > (top + exposed) * (1 + 1e-9):
+        return step, f"lookahead {lookahead}: leases of {turn.lease + reward:.0f} s", alone
     place = sets[busy.index(top)]
     stages = {"generation": place.stream, "preparation": place.prepare, "training": place.train}
     return step, max(stages, key=lambda name: stages[name]) + " pool", alone

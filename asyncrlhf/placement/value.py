@@ -27,8 +27,12 @@ class Value:
 
     def cost(self, plans: Sequence[SetPlan]) -> float:
         sync = self.sync(plans)
-        step = steady_step(plans, self.problem.work.ahead, sync.seconds, sync.exposed, self.reward)[0]
+        step = self._step(plans, sync)[0]
         return step * _price(plans) if self.problem.by_price else step
+
+    def _step(self, plans: Sequence[SetPlan], sync: Sync) -> tuple[float, str, float]:
+        work = self.problem.work
+        return steady_step(plans, work.ahead, work.window, sync.seconds, sync.exposed, self.reward)
 
     def least(self, plans: Sequence[SetPlan]) -> float:
         """No allocation that contains these sets costs less."""
@@ -49,7 +53,7 @@ class Value:
     def candidate(self, strategy: Strategy, plans: tuple[SetPlan, ...]) -> Candidate:
         """The placement with its timing."""
         sync = self.sync(plans)
-        step, bottleneck, alone = steady_step(plans, self.problem.work.ahead, sync.seconds, sync.exposed, self.reward)
+        step, bottleneck, alone = self._step(plans, sync)
         return Candidate(strategy, plans, sync, step, alone, bottleneck, step * _price(plans) / 3600)
 
     def sync(self, plans: Sequence[SetPlan]) -> Sync:
@@ -83,13 +87,13 @@ class Value:
 
 
 def reward_latency(problem: Problem) -> float:
-    """Seconds until the slowest of a batch's reward calls is back, all of them at once; with a lead, the mean."""
+    """Seconds that a reward function adds to a batch: the slowest of all calls where all answers end at once; where
+    they do not, or generation runs ahead, the slowest of a prompt's calls on average."""
     work = problem.work
     if not work.reward_seconds:
         return 0.0
-    if work.ahead:
-        return work.reward_seconds
-    return lognormal_quantiles(work.reward_seconds, work.reward_cv, min(work.samples, 4096))[-1]
+    calls = work.answers_per_prompt if work.ahead or work.response.cv or work.response.observed else work.samples
+    return lognormal_quantiles(work.reward_seconds, work.reward_cv, max(2, min(calls, 4096)))[-1]
 
 
 def _price(plans: Sequence[SetPlan]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 from statistics import NormalDist, fmean
 from typing import Annotated, Literal
 
@@ -99,9 +100,32 @@ class Workload(Table, frozen=True, kw_only=True):
         return _mean(self.response.mean, self.response.cv, self.response.max, tuple(self.response.observed))
 
     @property
+    def longest(self) -> tuple[float, float]:
+        """Tokens of the longest answer to a prompt: mean, and standard deviation over mean."""
+        seen = tuple(self.response.observed)
+        return _longest(self.response.mean, self.response.cv, self.response.max, seen, self.answers_per_prompt)
+
+    @property
+    def window(self) -> float:
+        """Batches that are decoded at once when generation runs ahead: of the D + 1 that may be live, up to half of
+        one waits for the others, the more the longest answers differ."""
+        return self.ahead + 1 - min(1.0, self.longest[1]) / 2
+
+    @property
     def mean_length(self) -> float:
         """Prompt and answer."""
         return self.prompt_tokens + self.mean_response
+
+
+@lru_cache(maxsize=64)
+def _longest(mean: float, cv: float, cut: int, observed: tuple[int, ...], answers: int) -> tuple[float, float]:
+    """Of `answers` draws: a quantile is the longest when one draw is there and none beyond."""
+    lengths = Lengths(mean=mean, cv=cv, max=cut, observed=list(observed)).quantiles(512)
+    below = [(i / len(lengths)) ** answers for i in range(len(lengths) + 1)]
+    weights = [after - before for before, after in pairwise(below)]
+    first = sum(w * x for w, x in zip(weights, lengths, strict=True))
+    second = sum(w * x * x for w, x in zip(weights, lengths, strict=True))
+    return first, math.sqrt(max(0.0, second - first * first)) / first
 
 
 @lru_cache(maxsize=64)
