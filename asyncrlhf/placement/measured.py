@@ -7,10 +7,8 @@ reported. Everything is of the steady state: train steps without their first fif
 from __future__ import annotations
 
 import tomllib
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -22,6 +20,7 @@ from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.flow.ledger import LedgerRules
 from asyncrlhf.observe.events import AnyEvent, EngineBusy, Granted, Popped, RunStarted, Sampled, Scored
 from asyncrlhf.observe.log import read_events
+from asyncrlhf.placement.decoding import fit_decode
 from asyncrlhf.placement.simulate import Pipeline
 
 __all__ = ("MeasuredRun", "read_run")
@@ -29,7 +28,7 @@ __all__ = ("MeasuredRun", "read_run")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """Facts of a run. Seconds; `step_s` is what predictions are compared with."""
+    """Facts of a run, in seconds."""
 
     directory: str
     prompts_per_step: int
@@ -46,6 +45,7 @@ class MeasuredRun:
     """Engines that take optimizer steps."""
     steps: int
     step_s: float
+    """Without checkpoints."""
     lengths: tuple[int, ...]
     """Tokens of the answers that were trained on, in the order of the pops."""
     rewards_s: tuple[float, ...]
@@ -168,13 +168,14 @@ def _measure(
     tokens = sum(lengths)
     waited = sum(_number(row, "time/wait_batch") for row in steady)
     exposed = sum(_number(row, "time/exposed_sync") for row in steady)
-    elapsed = sum(_number(row, "time/step") for row in steady)
+    saving = sum(_number(row, "time/checkpoint") for row in steady)
+    elapsed = sum(_number(row, "time/step") for row in steady) - saving
     granted = {(event.uid, event.attempt): event.t for event in events if isinstance(event, Granted)}
     ends: Sequence[Sampled | Scored] = scored or sampled
     leases = [e.t - granted[e.uid, e.attempt] for e in ends if (e.uid, e.attempt) in granted]
     rollout = next((name for name, role in roles.items() if role == "rollout"), "rollout")
     trainers = [shape.ranks for shape in started.groups.values() if shape.role in ("policy", "critic")]
-    decode, separable = _decode(busy, rollout, sampled, popped, started.answers_per_prompt)
+    decode, separable = fit_decode(busy, rollout, sampled, popped, started.answers_per_prompt)
     return MeasuredRun(
         directory=str(path),
         prompts_per_step=started.prompts_per_step,
@@ -203,62 +204,6 @@ def _measure(
         generate_s=sum(_number(row, "busy/generate") * _number(row, "time/step") for row in steady) / len(steady),
         train_s=sum(_number(row, "busy/train") * _number(row, "time/step") for row in steady) / len(steady),
     )
-
-
-def _decode(
-    busy: Sequence[EngineBusy], rollout: str, sampled: Sequence[Sampled], popped: Sequence[Popped], answers: int
-) -> tuple[tuple[float, float], bool]:
-    """Least squares over leases: busy seconds of an engine while a lease ran = o0 * its longest answer + o1 * tokens
-    that the engine sampled meanwhile."""
-    slices = sorted((e.start, e.end) for e in busy if e.group == rollout and e.work == "generate")
-    engines = len({e.rank for e in busy if e.group == rollout}) or 1
-    longest: dict[int, int] = {}
-    for event in popped:
-        for i, uid in enumerate(event.uids):
-            own = event.response_lengths[i * answers : (i + 1) * answers]
-            longest[uid] = max(own, default=0)
-    clock = _Cumulative([(start, end, end - start) for start, end in slices])
-    work = _Cumulative([(e.t - e.seconds, e.t, float(e.token_count)) for e in sampled])
-    points: list[tuple[float, float, float]] = []
-    for event in sampled:
-        if longest.get(event.uid):
-            begin, end = event.t - event.seconds, event.t
-            points.append((longest[event.uid], work.between(begin, end) / engines, clock.between(begin, end) / engines))
-    total = sum(event.token_count for event in sampled)
-    spent = clock.between(min(e.t - e.seconds for e in sampled), max(e.t for e in sampled))
-    flat = spent / max(1, total)
-    aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
-    ay, by = (sum(p[i] * p[2] for p in points) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if determinant > 0.02 * aa * bb:
-        base, slope = (ay * bb - by * ab) / determinant, (by * aa - ay * ab) / determinant
-        if base >= 0 and slope >= 0:
-            return (base, slope), True
-    return (0.0, flat), False
-
-
-class _Cumulative:
-    """An amount that is spread evenly over each of several stretches of time."""
-
-    def __init__(self, stretches: Sequence[tuple[float, float, float]]) -> None:
-        changes: dict[float, float] = {}
-        for start, end, amount in stretches:
-            rate = amount / max(end - start, 1e-9)
-            changes[start] = changes.get(start, 0.0) + rate
-            changes[max(end, start + 1e-9)] = changes.get(max(end, start + 1e-9), 0.0) - rate
-        self._times = sorted(changes)
-        self._rates = list(accumulate(changes[t] for t in self._times))
-        widths = [b - a for a, b in zip(self._times, self._times[1:], strict=False)]
-        self._sums = [0.0, *accumulate(w * r for w, r in zip(widths, self._rates, strict=False))]
-
-    def between(self, start: float, end: float) -> float:
-        return self._until(end) - self._until(start)
-
-    def _until(self, time: float) -> float:
-        i = bisect_left(self._times, time) - 1
-        if i < 0:
-            return 0.0
-        return self._sums[i] + (time - self._times[i]) * self._rates[i]
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:
