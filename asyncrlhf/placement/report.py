@@ -49,8 +49,8 @@ def _given(outcome: Outcome) -> Iterator[str]:
         f"{work.mean_response:.0f} tokens, {work.minibatches} optimizer steps; max_staleness {work.max_staleness}, "
         f"lookahead {work.ahead}"
     )
-    how = "all of them" if outcome.exhaustive else "a coarse grid, then refined"
-    yield f"compared   {outcome.examined:,} placements ({how})"
+    how = "exhaustive" if outcome.exhaustive else "a coarse grid, then refined"
+    yield f"compared   {outcome.examined:,} placements after pruning ({how})"
 
 
 def _found(outcome: Outcome, explain: bool) -> Iterator[str]:
