@@ -89,8 +89,8 @@ class Models:
             longest=shape.get("max_position_embeddings"),
         )
 
-    def stream(self, dataset: Dataset, data: Data) -> PromptStream:
-        """A data set in this tokenizer's words."""
+    def stream(self, dataset: Dataset, data: Data, warn: Callable[[str], object] | None = None) -> PromptStream:
+        """A data set in this tokenizer's words; `warn` is told once if it has none for some of it."""
         return PromptStream(
             dataset,
             PromptEncoder(self.tokenizer, data),
@@ -98,6 +98,7 @@ class Models:
             response=data.response,
             rejected=data.rejected,
             eos=self.eos,
+            warn=warn,
         )
 
 

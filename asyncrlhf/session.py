@@ -140,7 +140,7 @@ class Session:
         ledger = self._ledger(resumed)
         self.gate = Gate(
             ledger,
-            self.models.stream(self.stage.dataset, config.data),
+            self.models.stream(self.stage.dataset, config.data, lambda text: observer.emit(Warned(message=text))),
             observer.log.emit,
             lease_timeout=config.limits.lease_timeout,
             wait_timeout=config.limits.wait_timeout,

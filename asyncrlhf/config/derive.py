@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
+from asyncrlhf.config.groups import Rules
 from asyncrlhf.config.schema import Config
 
 __all__ = ("Derived", "derive")
+
+REWARD_TIMEOUT: float = next(field.default for field in msgspec.structs.fields(Rules) if field.name == "timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +99,10 @@ def _warnings(config: Config, ahead: int) -> Iterator[str]:
         yield f"checkpoint.every = {config.checkpoint.every} with train_steps = {steps}: only the end is saved"
     if not config.limits.lease_timeout:
         yield "limits.lease_timeout = 0: a lost answer is noticed only when the run stalls"
+    for name, table in config.groups.items():
+        timeout, patience = table.get("timeout", REWARD_TIMEOUT), config.limits.lease_timeout
+        if "function" in table and patience and isinstance(timeout, int | float) and timeout >= patience:
+            yield (
+                f"groups.{name}.timeout = {timeout:g} s lets a reward take longer than limits.lease_timeout = "
+                f"{patience:g} s, after which its prompt counts as lost; raise the second above the first"
+            )

@@ -246,7 +246,7 @@ class RunDirectory:
     # ---- what lies here ----------------------------------------------------------------------------------------------
     def _require_fits(self, checkpoint: Path, manifest: Manifest) -> None:
         for key, value in self.fixed.items():
-            if key in manifest.fixed and manifest.fixed[key] != value:
+            if key in manifest.fixed and _set(manifest.fixed[key]) != _set(value):
                 raise ConfigError(
                     f"{key} was {manifest.fixed[key]!r} when {checkpoint} was made and is {value!r} now; a resume "
                     "cannot change it: set it back or use another run_dir"
@@ -291,6 +291,13 @@ def _flat(table: dict[str, Any], where: str = "") -> dict[str, Any]:
         inner = cast(dict[str, Any], value) if isinstance(value, dict) else None
         flat |= {f"{where}{key}": value} if inner is None else _flat(inner, f"{where}{key}.")
     return flat
+
+
+def _set(value: Any) -> Any:
+    """A table without the keys that are left out: one written before a key existed is the same."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _set(inner) for key, inner in cast(dict[str, Any], value).items() if inner is not None}
 
 
 def _remove_empty(directories: list[Path]) -> None:

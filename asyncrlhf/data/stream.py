@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from asyncrlhf.data.prompts import PromptEncoder, Tokenizer
 from asyncrlhf.data.rows import Row
 from asyncrlhf.data.source import Dataset
@@ -23,9 +25,12 @@ class PromptStream:
         response: str | None,
         rejected: str | None,
         eos: int | None,
+        warn: Callable[[str], object] | None = None,
     ) -> None:
+        """`warn`: told once, about the first text with something in it that the tokenizer has no token for."""
         self._dataset, self._encoder, self._tokenizer = dataset, encoder, tokenizer
         self._response, self._rejected, self._eos = response, rejected, eos
+        self._unknown, self._warn = getattr(tokenizer, "unk_token_id", None), warn
 
     def has(self, uid: int) -> bool:
         return self._dataset.has(uid)
@@ -33,6 +38,7 @@ class PromptStream:
     def prompt(self, uid: int, attempt: int, version: int) -> Prompt:
         row = self._dataset.row(uid)
         encoded = self._encoder.encode(uid, row)
+        self._look_for_unknown(uid, encoded.text, encoded.token_ids)
         return Prompt(
             uid=uid,
             epoch=self._dataset.epoch(uid),
@@ -56,4 +62,16 @@ class PromptStream:
         if not isinstance(text, str) or not text:
             raise SampleError(f"prompt {uid}: column {column!r} holds {text!r}, not the text of an answer")
         end = () if self._eos is None else (self._eos,)
-        return (*self._tokenizer.encode(text, add_special_tokens=False), *end)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        self._look_for_unknown(uid, text, token_ids)
+        return (*token_ids, *end)
+
+    def _look_for_unknown(self, uid: int, text: str, token_ids: Sequence[int]) -> None:
+        if self._warn is None or self._unknown is None:
+            return
+        if count := sum(token == self._unknown for token in token_ids):
+            self._warn(
+                f"prompt {uid}: the tokenizer has no token for {count} of the {len(token_ids)} parts of {text[:60]!r}; "
+                "the model cannot tell them apart, here and wherever else they appear. Does the data fit the model?"
+            )
+            self._warn = None

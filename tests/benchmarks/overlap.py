@@ -1,16 +1,18 @@
 """What the runtimes cost: generation and training overlapped (K = D = 1) on a short-answer workload, instant rewards.
 
-    python -m tests.benchmarks.overlap [--rounds 3] [--runtimes local inproc ray] [--steps 40] [--spin 0]
+    python -m tests.benchmarks.overlap [--rounds 3] [--runtimes local inproc ray] [--settings 1:1 0:0] [--steps 40]
 
 16 prompts x 8 answers of at most 64 tokens a step, a 0.6M-parameter model, one optimizer step. `step / bound` is the
-length of a step over max(busy generate, busy train) of the same run: 1.00 is perfect overlap. Runtimes are interleaved;
-medians over rounds. `--spin MS`: every reward holds the interpreter for so many milliseconds. A run takes about half a
-minute on two idle cores.
+length of a step over max(busy generate, busy train) of the same run: 1.00 is perfect overlap. `most` is what overlap
+alone can gain over taking turns, (g + t) / max(g, t). Runtimes and settings K:D are interleaved; medians over rounds.
+`--spin MS`: every reward holds the interpreter for so many milliseconds. A run takes about half a minute on two idle
+cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -29,8 +31,8 @@ prompts_per_step = 16
 answers_per_prompt = 8
 run_dir = "run"
 runtime = "{runtime}"
-max_staleness = 1
-lookahead = 1
+max_staleness = {K}
+lookahead = {D}
 off_policy = "decoupled"
 [data]
 source = "asyncrlhf.data.tasks:reverse"
@@ -65,11 +67,12 @@ def vowels(prompt: str, response: str, ground_truth: str) -> float:
     return sum(response.count(vowel) for vowel in "aeiou") / max(1, len(response))
 
 
-def measure(runtime: str, steps: int, spin: float) -> dict[str, float]:
+def measure(runtime: str, setting: str, steps: int, spin: float) -> dict[str, float]:
     """Medians over the steps of one run, without its first fifth."""
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "overlap.toml"
-        config.write_text(CONFIG.format(runtime=runtime, steps=steps))
+        K, D = setting.split(":")
+        config.write_text(CONFIG.format(runtime=runtime, K=K, D=D, steps=steps))
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPIN_MS": str(spin)}
         command = [sys.executable, "-m", "asyncrlhf", str(config)]
         subprocess.run(command, cwd=directory, env=environment, check=True)
@@ -82,6 +85,7 @@ def measure(runtime: str, steps: int, spin: float) -> dict[str, float]:
         "generate": generate / len(rows),
         "train": train / len(rows),
         "ratio": seconds / max(generate, train),
+        "most": (generate + train) / max(generate, train),
     }
 
 
@@ -91,18 +95,20 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--spin", type=float, default=0.0)
     parser.add_argument("--runtimes", nargs="+", default=["local", "inproc"])
+    parser.add_argument("--settings", nargs="+", default=["1:1"], metavar="K:D")
     arguments = parser.parse_args()
-    results: dict[str, list[dict[str, float]]] = {}
+    results: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _ in range(arguments.rounds):
-        for runtime in arguments.runtimes:
-            print(f"{runtime}: {arguments.steps} train steps ...", file=sys.stderr, flush=True)
-            results.setdefault(runtime, []).append(measure(runtime, arguments.steps, arguments.spin))
-    print("runtime  s/step  busy generate  busy train  step / bound")
-    for runtime, runs in results.items():
-        step, generate, train, ratio = (
-            statistics.median(run[key] for run in runs) for key in ("step", "generate", "train", "ratio")
+        for runtime, setting in itertools.product(arguments.runtimes, arguments.settings):
+            print(f"{runtime} {setting}: {arguments.steps} train steps ...", file=sys.stderr, flush=True)
+            found = measure(runtime, setting, arguments.steps, arguments.spin)
+            results.setdefault((runtime, setting), []).append(found)
+    print("runtime  K:D   s/step  busy generate  busy train  step / bound  most")
+    for (runtime, setting), runs in results.items():
+        step, generate, train, ratio, most = (
+            statistics.median(run[key] for run in runs) for key in ("step", "generate", "train", "ratio", "most")
         )
-        print(f"{runtime:8} {step:6.3f} {generate:14.3f} {train:11.3f} {ratio:13.3f}")
+        print(f"{runtime:8} {setting:4} {step:7.3f} {generate:14.3f} {train:11.3f} {ratio:13.3f} {most:5.2f}")
     return 0
 
 

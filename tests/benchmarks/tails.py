@@ -1,6 +1,6 @@
 """Where asynchrony pays: long-tailed answers and slow rewards, real engines, several staleness settings in one run.
 
-    python -m tests.benchmarks.tails [--rounds 1] [--settings 0:0 8:4 4:4]
+    python -m tests.benchmarks.tails [--rounds 1] [--settings 0:0 8:4 4:4] [--runtime local]
 
 Every setting K:D trains the same model on the same prompts: 16 prompts x 8 answers a step, lengths log-normal (median
 24, sigma 1, at most 256 tokens), one reward latency per answer (log-normal, median 0.3 s, sigma 1), all concurrent.
@@ -36,6 +36,7 @@ train_steps = {steps}
 prompts_per_step = 16
 answers_per_prompt = 8
 run_dir = "run"
+runtime = "{runtime}"
 max_staleness = {K}
 lookahead = {D}
 off_policy = "decoupled"
@@ -94,11 +95,11 @@ def _child(config: str) -> int:
     return run(load(config))
 
 
-def measure(K: int, D: int) -> dict[str, Any]:
+def measure(runtime: str, K: int, D: int) -> dict[str, Any]:
     """summary.json of one run."""
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "tails.toml"
-        config.write_text(CONFIG.format(steps=STEPS.get(K, 80), K=K, D=D))
+        config.write_text(CONFIG.format(runtime=runtime, steps=STEPS.get(K, 80), K=K, D=D))
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.benchmarks.tails", "--child", str(config)]
         subprocess.run(command, cwd=directory, env=environment, check=True)
@@ -110,6 +111,7 @@ def main() -> int:
     parser.add_argument("--child")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--settings", nargs="+", default=["0:0", "8:4", "4:4"], metavar="K:D")
+    parser.add_argument("--runtime", default="local")
     arguments = parser.parse_args()
     if arguments.child:
         return _child(arguments.child)
@@ -118,7 +120,7 @@ def main() -> int:
         for setting in arguments.settings:
             K, D = map(int, setting.split(":"))
             print(f"K={K} D={D}: {STEPS.get(K, 80)} train steps ...", file=sys.stderr, flush=True)
-            results.setdefault(setting, []).append(measure(K, D))
+            results.setdefault(setting, []).append(measure(arguments.runtime, K, D))
     base = results[arguments.settings[0]]
     print("K:D   steps/s    x  trained tokens/s    x  lag mean/max  masked  expired  efficiency")
     for setting, runs in results.items():

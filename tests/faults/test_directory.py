@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -47,6 +48,20 @@ def test_a_model_written_from_scratch_is_whole_or_absent(forks: Forks, tmp_path:
     assert forks.start(tmp_path, name, wider).wait() == 0
     assert '"hidden_size": 32' in (run / "initial/policy/config.json").read_text()
     assert not list((run / "initial").glob(".*"))
+
+
+def test_a_run_goes_on_though_a_key_is_newer_than_its_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    name, run = scene.write(tmp_path), tmp_path / "run"
+    assert forks.start(tmp_path, name, "train_steps=2").wait() == 0
+    (path,) = run.glob("checkpoints/step-*2/manifest.json")
+    manifest = json.loads(path.read_bytes())
+    del manifest["fixed"]["groups.policy.scratch"]["words"]
+    path.write_text(json.dumps(manifest))
+    assert forks.start(tmp_path, name, "train_steps=3").wait() == 0
+    assert scene.summary(run)["train_steps"] == 3
+    other = forks.start(tmp_path, name, "train_steps=4", "groups.policy.scratch.config.hidden_size=32")
+    assert other.wait() == 2
+    assert "a resume cannot change it" in other.text
 
 
 def test_a_model_of_a_start_that_failed_is_not_taken_for_that_of_the_next(forks: Forks, tmp_path: Path) -> None:

@@ -381,6 +381,10 @@ def test_derived_facts(read: Load) -> None:
         (("max_staleness=2", "off_policy=none"), "tokens up to 2 versions old train uncorrected"),
         (("answers_per_prompt=1",), "advantages within a prompt are all 0"),
         (("limits.lease_timeout=0",), "a lost answer is noticed only when the run stalls"),
+        (
+            ("limits.lease_timeout=20", "groups.reward.function=a:b", "groups.reward.timeout=30"),
+            "groups.reward.timeout = 30 s lets a reward take longer than limits.lease_timeout = 20 s",
+        ),
     ],
 )
 def test_check_warns_of_what_is_legal_and_not_meant(read: Load, overrides: tuple[str, ...], words: str) -> None:

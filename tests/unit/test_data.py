@@ -441,6 +441,25 @@ def test_a_row_brings_its_own_answer_and_a_worse_one() -> None:
         Rollout.pair_from_data(replace(prompt, rejected_token_ids=()))
 
 
+def test_text_that_the_tokenizer_has_no_token_for_is_warned_of_once() -> None:
+    tokenizer, data = Characters(), Data(source=f"{__name__}:preferences", response="good", rejected="bad")
+    tokenizer.unk_token_id = 98  # type: ignore[attr-defined]
+    said: list[str] = []
+    stream = PromptStream(
+        open_dataset(data, 0),
+        PromptEncoder(tokenizer, data),
+        tokenizer,
+        response="good",
+        rejected="bad",
+        eos=1,
+        warn=said.append,
+    )
+    stream.prompt(0, 1, 4)
+    stream.prompt(0, 2, 4)
+    (message,) = said
+    assert message.startswith("prompt 0: the tokenizer has no token for 1 of the 2 parts of 'bc'")
+
+
 def test_chat_without_a_template_is_refused_at_once() -> None:
     plain = Characters()
     plain.chat_template = None
