@@ -104,6 +104,7 @@ class Pool(Table, frozen=True, kw_only=True):
     node: Name
     """A name in [nodes], or one of A100, H100, H200, H800, H20, GB200."""
     nodes: int = 1
+    """How many of them."""
     devices_per_node: Positive | None = None
     """Use only so many of each; left out: all."""
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrlhf.config.load import read_table
@@ -13,7 +14,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.placement import predict, report, scaling
 from asyncrlhf.placement.gantt import draw
 from asyncrlhf.placement.inputs import problem_of
-from asyncrlhf.placement.measured import read_run
+from asyncrlhf.placement.measured import MeasuredRun, read_run
 from asyncrlhf.placement.search import search
 
 __all__ = ("main",)
@@ -23,13 +24,18 @@ def main(words: Sequence[str], program: str) -> int:
     """Raises ConfigError for what cannot be planned."""
     options = _parser(program).parse_args(words)
     file, overrides = _split(options.words)
+    run: MeasuredRun | None = None
     try:
         if options.calibrate is not None:
             run = read_run(options.calibrate)
-            result = predict.predictions(run, read_table(file, overrides))
-            print(json.dumps(predict.as_json(run, result), indent=2) if options.json else predict.as_text(run, result))
-            return 0
+            if file is None:
+                result = predict.predictions(run, read_table(file, overrides))
+                show = predict.as_json if options.json else predict.as_text
+                print(json.dumps(show(run, result), indent=2) if options.json else show(run, result))
+                return 0
         problem = problem_of(read_table(file, overrides))
+        if run is not None:
+            problem = replace(problem, work=run.workload(problem.work))
         if options.scaling:
             points = scaling.curve(problem)
             print(json.dumps(scaling.as_json(points), indent=2) if options.json else scaling.as_text(points))
@@ -73,6 +79,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--gantt", metavar="PICTURE", help="draw the best placement's time line (takes matplotlib)")
     parser.add_argument("--scaling", action="store_true", help="the best placement at 1/64 to all of the devices")
     parser.add_argument(
-        "--calibrate", metavar="RUN_DIR", help="simulate what a finished run would do with other settings"
+        "--calibrate",
+        metavar="RUN_DIR",
+        help="simulate what a finished run would do with other settings; with a FILE: take lengths of answers and "
+        "latencies of rewards from it",
     )
     return parser

@@ -22,7 +22,7 @@ from asyncrlhf.placement.workload import Workload
 __all__ = ("PlanFile", "problem_of")
 
 ROLES: tuple[Role, ...] = ("policy", "critic", "reference", "reward")
-DEFAULT = ["colocate", "interleaving", "separation", "standalone", "split", "async", "alternating", "auto"]
+DEFAULT = list(STRATEGIES)
 
 
 class ClusterTable(Table, frozen=True, kw_only=True):

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any, cast
 
 import msgspec
+from msgspec import structs
 
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.flow.ledger import LedgerRules
@@ -22,6 +23,7 @@ from asyncrlhf.observe.events import AnyEvent, EngineBusy, Granted, Popped, RunS
 from asyncrlhf.observe.log import read_events
 from asyncrlhf.placement.decoding import fit_decode
 from asyncrlhf.placement.simulate import Pipeline
+from asyncrlhf.placement.workload import Workload
 
 __all__ = ("MeasuredRun", "read_run")
 
@@ -68,6 +70,16 @@ class MeasuredRun:
     def bound(self) -> float:
         """What overlap can gain at most, with the busy seconds of both pools."""
         return (self.generate_s + self.train_s) / max(self.generate_s, self.train_s, 1e-12)
+
+    def workload(self, work: Workload) -> Workload:
+        """`work` with the lengths of answers and latencies of rewards that were seen."""
+        response = structs.replace(work.response, observed=_spread(self.lengths), max=max(self.lengths))
+        if not self.rewards_s:
+            return structs.replace(work, response=response)
+        mean = fmean(self.rewards_s)
+        return structs.replace(
+            work, response=response, reward_seconds=mean, reward_cv=pstdev(self.rewards_s) / mean if mean else 0.0
+        )
 
     def rules(self, **changes: Any) -> LedgerRules:
         """Those of the run, or with some of them changed. Raises ConfigError as a configuration would."""
@@ -116,6 +128,14 @@ class MeasuredRun:
             mode="drain" if self.publish_mode == "drain" else "in_flight",
             shared=shared,
         )
+
+
+def _spread(lengths: Sequence[int], most: int = 1024) -> list[int]:
+    """At most so many of the lengths, evenly from the shortest to the longest."""
+    ordered = sorted(max(1, length) for length in lengths)
+    if len(ordered) <= most:
+        return ordered
+    return [ordered[i * (len(ordered) - 1) // (most - 1)] for i in range(most)]
 
 
 class _Replay:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrlhf.placement.cluster import Block
+from asyncrlhf.placement.cluster import GIB, Block
 from asyncrlhf.placement.coefficients import Coefficients
 from asyncrlhf.placement.layouts import Layout
 from asyncrlhf.placement.models import ModelSpec
@@ -45,12 +45,12 @@ def push_seconds(
     nodes are reached along a chain that overlaps, so the thinner side's network is the clock. `gather`: the share
     that has to be collected from data-parallel shards first."""
     size = 2 * model.params
-    calls = math.ceil(size / (fit.bucket_gib * (1 << 30))) * fit.call_s
+    calls = math.ceil(size / (fit.bucket_gib * GIB))
     links = [
         block.node.nic * min(block.nodes, _nodes(block, count))
         for block, count in ((source, source.count), (target, replica))
     ]
-    return calls + size * (1 + gather) / (min(links) * fit.network)
+    return broadcast_seconds(size * (1 + gather), min(links) * fit.network, calls, fit.call_s)
 
 
 def _nodes(block: Block, devices: int) -> int:

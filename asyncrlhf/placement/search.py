@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.placement.allocate import LIMIT, Allocator, Option
-from asyncrlhf.placement.cluster import Block
+from asyncrlhf.placement.cluster import GIB, Block
+from asyncrlhf.placement.decode import decode_step_seconds, zero3_decode_step_seconds
+from asyncrlhf.placement.layouts import generation_layouts
 from asyncrlhf.placement.plan import Candidate, Outcome, Problem, Refused
 from asyncrlhf.placement.sets import Member, Rejection, SetPlan, Sets
 from asyncrlhf.placement.strategies import Strategy, strategies
@@ -46,7 +48,9 @@ class _Search:
 
     def add(self, strategy: Strategy) -> None:
         """The best placement of one strategy, or why there is none."""
-        if strategy.symmetric:
+        if strategy.gathers:
+            self._compare_gathering(strategy)
+        elif strategy.symmetric:
             self._add_symmetric(strategy)
         elif strategy.lanes:
             self._add_lanes(strategy)
@@ -73,6 +77,26 @@ class _Search:
             )
             return
         self.found.append(self.value.candidate(strategy, tuple(plan for _, _, plan in best)))
+
+    def _compare_gathering(self, strategy: Strategy) -> None:
+        """Flattening has no place of its own: on one device it is colocate, and on more it decodes more slowly."""
+        problem = self.problem
+        node, count = max(problem.cluster.pools, key=lambda pool: pool[1])
+        spec = next(model for model in problem.models.values() if model.role == "policy")
+        block, width = Block(node, count), min(count, node.joined)
+        gathered = zero3_decode_step_seconds(spec, block, problem.fit)
+        context = problem.work.mean_length
+        engine = min(
+            decode_step_seconds(spec, node, layout, 1, context, problem.fit)
+            for layout in generation_layouts(spec.shape, count, width)
+        )
+        self.refused.append(
+            Refused(
+                strategy.name,
+                f"{2 * spec.params / GIB:.1f} GiB of weights that {count} devices shard are gathered for every token: "
+                f"{gathered * 1e3:.0f} ms, and {engine * 1e3:.0f} ms with engines of their own, as in colocate",
+            )
+        )
 
     def _add_symmetric(self, strategy: Strategy) -> None:
         """One tensor-parallel size for training and generation."""

@@ -57,7 +57,7 @@ def steady_step(
     turn = next(part for part in sets if part.lease)
     held = turn.prepare + turn.train if turn.train else 0.0
     waits = windowed_step(turn.lease, reward + prepare + train + switch + exposed, window, held)
-    step = max(top + exposed, min(waits, alone))
+    step = max(pipelined_step(busy, exposed=exposed), min(waits, alone))
     if step > (top + exposed) * (1 + 1e-9):
         return step, f"lookahead {lookahead}: leases of {turn.lease + reward:.0f} s", alone
     place = sets[busy.index(top)]

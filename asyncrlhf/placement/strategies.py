@@ -28,6 +28,9 @@ class Strategy:
     """Interleaving: units that divide the devices of the only set among them, and run at once."""
     shadows: bool = False
     """The critic's values come from a copy that follows it."""
+    gathers: bool = False
+    """Generation collects weights that all devices shard, token by token: what colocate is without engines of its own
+    (flattening)."""
     symmetric: bool = False
     """Every worker generates and trains its share under one layout: nothing is resharded (alternating)."""
 
@@ -63,8 +66,10 @@ def strategies(
     everything = ("rollout", *policy, *critics, *frozen)
     for name in wanted:
         match name:
-            case "colocate" | "flattening":
-                yield Strategy("colocate", (everything,))
+            case "colocate":
+                yield Strategy(name, (everything,))
+            case "flattening":
+                yield Strategy(name, (everything,), gathers=True)
             case "alternating":
                 yield Strategy("alternating", (everything,), symmetric=True)
             case "interleaving":

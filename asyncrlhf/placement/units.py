@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrlhf.placement.models import ModelSpec
@@ -37,7 +37,3 @@ def units_of(models: Mapping[str, ModelSpec], *, shadows: bool = False, recomput
         else:
             units[name] = Unit(name, model, reads=True)
     return units
-
-
-def names(units: Iterable[Unit]) -> tuple[str, ...]:
-    return tuple(unit.name for unit in units)

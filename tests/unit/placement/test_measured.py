@@ -29,6 +29,7 @@ from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.placement.measured import MeasuredRun, read_run
 from asyncrlhf.placement.predict import as_text, facts_of, predictions
 from asyncrlhf.placement.simulate import simulate
+from asyncrlhf.placement.workload import Workload
 
 BASE, SLOPE, TRAIN, REWARD, PUBLISH = 0.010, 0.002, 1e-3, 0.2, 0.05
 """Seconds of a decode step and of each sequence in it, of training a token, of a reward, of a publish."""
@@ -181,6 +182,14 @@ def test_predictions_in_words(run: MeasuredRun) -> None:
         predictions(run, {"prompts_per_stp": 8})
     with pytest.raises(ConfigError, match='strategy = "split" cannot be simulated'):
         predictions(run, {"strategy": "split"})
+
+
+def test_a_plan_takes_lengths_and_latencies_from_a_run(run: MeasuredRun) -> None:
+    work = run.workload(Workload(prompts_per_step=32))
+    assert work.response.quantiles(4) == tuple(sorted(run.lengths)[len(run.lengths) * i // 8] for i in (1, 3, 5, 7))
+    assert work.mean_response == pytest.approx(sum(run.lengths) / len(run.lengths), rel=0.02)
+    assert (work.reward_seconds, work.reward_cv) == (pytest.approx(REWARD), pytest.approx(0))
+    assert work.prompts_per_step == 32
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
