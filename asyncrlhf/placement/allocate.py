@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from asyncrlhf.placement.cluster import Block
 from asyncrlhf.placement.plan import Problem
-from asyncrlhf.placement.sets import Member, Rejection, SetPlan, Sets
+from asyncrlhf.placement.setplan import Member, Rejection, SetPlan
+from asyncrlhf.placement.sets import Sets
 from asyncrlhf.placement.units import Unit
 from asyncrlhf.placement.value import Value
 

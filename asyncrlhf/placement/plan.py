@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncrlhf.placement.cluster import Cluster
 from asyncrlhf.placement.coefficients import Coefficients
 from asyncrlhf.placement.models import ModelSpec
-from asyncrlhf.placement.sets import SetPlan
+from asyncrlhf.placement.setplan import SetPlan
 from asyncrlhf.placement.strategies import Strategy
 from asyncrlhf.placement.workload import Workload
 

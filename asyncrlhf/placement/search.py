@@ -12,7 +12,8 @@ from asyncrlhf.placement.cluster import GIB, Block
 from asyncrlhf.placement.decode import decode_step_seconds, zero3_decode_step_seconds
 from asyncrlhf.placement.layouts import generation_layouts
 from asyncrlhf.placement.plan import Candidate, Outcome, Problem, Refused
-from asyncrlhf.placement.sets import Member, Rejection, SetPlan, Sets
+from asyncrlhf.placement.setplan import Member, Rejection, SetPlan
+from asyncrlhf.placement.sets import Sets
 from asyncrlhf.placement.strategies import Strategy, strategies
 from asyncrlhf.placement.units import units_of
 from asyncrlhf.placement.value import Value
@@ -36,7 +37,7 @@ class _Search:
         self.problem = problem
         work, fit = problem.work, problem.fit
         self.sets = Sets(work, fit, problem.fixed, problem.most_pp)
-        self.symmetric: dict[int, Sets] = {}
+        self.kept: list[Sets] = []  # the allocator knows them by identity
         self.units = units_of(problem.models, recompute=work.recompute_logprobs)
         self.shadowed = units_of(problem.models, shadows=True, recompute=work.recompute_logprobs)
         self.value = Value(problem)
@@ -49,36 +50,35 @@ class _Search:
     def add(self, strategy: Strategy) -> None:
         """The best placement of one strategy, or why there is none."""
         if strategy.gathers:
-            self._compare_gathering(strategy)
+            found = self._gathering(strategy)
         elif strategy.symmetric:
-            self._add_symmetric(strategy)
+            found = self._symmetric(strategy)
         elif strategy.lanes:
-            self._add_lanes(strategy)
+            found = self._lanes(strategy)
         else:
-            self._add_partition(strategy, self.sets)
+            found = self._partition(strategy, self.sets)
+        if isinstance(found, Candidate):
+            self.found.append(found)
+        else:
+            self.refused.append(found)
 
-    def _add_partition(self, strategy: Strategy, sets: Sets) -> None:
+    def _partition(self, strategy: Strategy, sets: Sets) -> Candidate | Refused:
         units = self.shadowed if strategy.shadows else self.units
         options: list[list[Option]] = []
         for part in strategy.sets:
             found = self.allocator.feasible(tuple(units[name] for name in part), sets)
             if isinstance(found, Rejection):
-                self._refuse(strategy, found)
-                return
+                return Refused(strategy.label, found.text)
             options.append(found)
         best = self.allocator.allocate(options, sets)
         if best is None:
             need = sum(min(count for _, count, _ in found) for found in options)
-            self.refused.append(
-                Refused(
-                    strategy.label,
-                    f"its {len(options)} sets need {need} devices, have {self.problem.cluster.devices}",
-                )
+            return Refused(
+                strategy.label, f"its {len(options)} sets need {need} devices, have {self.problem.cluster.devices}"
             )
-            return
-        self.found.append(self.value.candidate(strategy, tuple(plan for _, _, plan in best)))
+        return self.value.candidate(strategy, tuple(plan for _, _, plan in best))
 
-    def _compare_gathering(self, strategy: Strategy) -> None:
+    def _gathering(self, strategy: Strategy) -> Refused:
         """Flattening has no place of its own: on one device it is colocate, and on more it decodes more slowly."""
         problem = self.problem
         node, count = max(problem.cluster.pools, key=lambda pool: pool[1])
@@ -90,37 +90,25 @@ class _Search:
             decode_step_seconds(spec, node, layout, 1, context, problem.fit)
             for layout in generation_layouts(spec.shape, count, width)
         )
-        self.refused.append(
-            Refused(
-                strategy.name,
-                f"{2 * spec.params / GIB:.1f} GiB of weights that {count} devices shard are gathered for every token: "
-                f"{gathered * 1e3:.0f} ms, and {engine * 1e3:.0f} ms with engines of their own, as in colocate",
-            )
+        return Refused(
+            strategy.name,
+            f"{2 * spec.params / GIB:.1f} GiB of weights that {count} devices shard are gathered for every token: "
+            f"{gathered * 1e3:.0f} ms, and {engine * 1e3:.0f} ms with engines of their own, as in colocate",
         )
 
-    def _add_symmetric(self, strategy: Strategy) -> None:
+    def _symmetric(self, strategy: Strategy) -> Candidate | Refused:
         """One tensor-parallel size for training and generation."""
-        before, reasons = len(self.found), list[Refused]()
+        found: list[Candidate | Refused] = []
         for tp in (1, 2, 4, 8):
-            if tp not in self.symmetric:
-                fixed = {**self.problem.fixed, "rollout": (tp, 1, 0)}
-                fixed |= {name: (tp, 1, 0) for name, unit in self.units.items() if unit.model.role == "policy"}
-                self.symmetric[tp] = Sets(self.problem.work, self.problem.fit, fixed, self.problem.most_pp)
-            kept = len(self.refused)
-            try:
-                self._add_partition(strategy, self.symmetric[tp])
-            except ConfigError as problem:
-                self.refused.append(Refused(strategy.label, str(problem)))
-            reasons += self.refused[kept:]
-            del self.refused[kept:]
-        mine = self.found[before:]
-        del self.found[before:]
-        if mine:
-            self.found.append(min(mine, key=self.value.of))
-        else:
-            self.refused.append(reasons[-1])
+            fixed = {**self.problem.fixed, "rollout": (tp, 1, 0)}
+            fixed |= {name: (tp, 1, 0) for name, unit in self.units.items() if unit.model.role == "policy"}
+            sets = Sets(self.problem.work, self.problem.fit, fixed, self.problem.most_pp)
+            self.kept.append(sets)
+            found.append(self._partition(strategy, sets))
+        fitting = [each for each in found if isinstance(each, Candidate)]
+        return min(fitting, key=self.value.of) if fitting else found[-1]
 
-    def _add_lanes(self, strategy: Strategy) -> None:
+    def _lanes(self, strategy: Strategy) -> Candidate | Refused:
         """Interleaving: frozen models divide the devices that the others share."""
         best: tuple[float, SetPlan] | None = None
         reason = Rejection("two lanes need 2 devices, and there is 1")
@@ -139,10 +127,7 @@ class _Search:
                     reason = plan
                 elif best is None or plan.busy < best[0]:
                     best = plan.busy, plan
-        if best is None:
-            self._refuse(strategy, reason)
-        else:
-            self.found.append(self.value.candidate(strategy, (best[1],)))
+        return Refused(strategy.label, reason.text) if best is None else self.value.candidate(strategy, (best[1],))
 
     def _shares(self, count: int, lanes: int, node: int) -> list[tuple[int, ...]]:
         """Node-aligned ways to divide `count` devices; within one node halves, quarters, ..."""
@@ -157,9 +142,6 @@ class _Search:
             for rest in self._shares(count - first * unit, lanes - 1, unit)
             if sum(rest) + first * unit <= count
         ]
-
-    def _refuse(self, strategy: Strategy, why: Rejection) -> None:
-        self.refused.append(Refused(strategy.label, why.text))
 
     def outcome(self) -> Outcome:
         if not self.found:

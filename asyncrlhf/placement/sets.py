@@ -4,7 +4,6 @@ moment. The inner loop of the search, so everything is remembered by (unit, bloc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from asyncrlhf.placement import memory
 from asyncrlhf.placement.cluster import GIB, Block
@@ -13,134 +12,17 @@ from asyncrlhf.placement.costs import forward_seconds, train_seconds
 from asyncrlhf.placement.decode import generation
 from asyncrlhf.placement.layouts import Layout, generation_layouts, splits_heads, training_layouts
 from asyncrlhf.placement.movement import reshard_seconds
+from asyncrlhf.placement.setplan import Choice, Engine, Member, Rejection, SetPlan, Stage
 from asyncrlhf.placement.units import Unit
 from asyncrlhf.placement.workload import Workload
 
-__all__ = ("Fixed", "Member", "Rejection", "SetPlan", "Sets", "Stage")
+__all__ = ("Fixed", "Sets")
 
 PRICES = (0.0, 0.1, 1.0, 10.0, 1e6)
 """Seconds that a GiB of device memory is taken to cost while layouts are chosen; the first that fits wins."""
 
 Fixed = Mapping[str, tuple[int, int, int]]
 """unit -> (t, p, devices of its set or 0) that a user insists on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A unit on its block. `lane`: members of different lanes are on different devices of the set and run at once
-    (interleaving); "" is on all of them."""
-
-    unit: Unit
-    block: Block
-    lane: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Seconds of one unit in one train step, switches between tenants apart."""
-
-    generate: float = 0.0
-    prepare: float = 0.0
-    train: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A unit under one layout."""
-
-    layout: Layout
-    stage: Stage
-    items: Mapping[str, float]
-    """Bytes per device that stay while the unit is awake, by item."""
-    passing: Mapping[str, float]
-    """Bytes per device while it computes."""
-
-    @property
-    def resident(self) -> float:
-        return sum(self.items.values())
-
-    @property
-    def peak(self) -> float:
-        return self.resident + sum(self.passing.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """How a set generates: seconds alone and with full engines, waves, seconds of a lease, bytes of weights and cache,
-    seconds of resharding."""
-
-    layout: Layout
-    seconds: float
-    stream: float
-    waves: float
-    lease: float
-    weights: float
-    cache: float
-    moving: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """No layout fits: for what, what the least one needs, and what there is, in bytes (0: not about memory)."""
-
-    reason: str
-    need: float = 0.0
-    have: float = 0.0
-    spelled: bool = False
-    """The reason says both numbers already."""
-
-    @property
-    def shortage(self) -> float:
-        return self.need - self.have
-
-    @property
-    def text(self) -> str:
-        """Example: "policy needs 83.1 of 73.6 GiB of device memory"."""
-        if self.spelled or not self.need:
-            return self.reason
-        return f"{self.reason.format(f'{self.need / GIB:.1f} of {self.have / GIB:.1f} GiB')}"
-
-
-@dataclass(frozen=True, slots=True)
-class SetPlan:
-    """A set that fits. All bytes are per device."""
-
-    members: tuple[Member, ...]
-    layouts: Mapping[str, Layout]
-    stages: Mapping[str, Stage]
-    switch: float
-    """Seconds per train step of waking, sleeping and resharding."""
-    items: Mapping[str, float]
-    """"unit item" -> bytes at the peak."""
-    peak: float
-    peak_at: str
-    host: float
-    """Bytes on the host of one node, at worst."""
-    offloads: bool
-    waves: float = 1.0
-    generate: float = 0.0
-    stream: float = 0.0
-    """As `generate`, with engines that are kept full."""
-    prepare: float = 0.0
-    train: float = 0.0
-    lease: float = 0.0
-    """Seconds that the answers to a prompt take, engines kept full."""
-    streams: bool = False
-    """Generation runs ahead, so engines are kept full."""
-
-    @property
-    def sampling(self) -> float:
-        """Seconds of generation that the set's devices are taken for."""
-        return self.stream if self.streams else self.generate
-
-    @property
-    def busy(self) -> float:
-        """Seconds of a train step that the set's devices are taken for."""
-        return self.sampling + self.prepare + self.train + self.switch
-
-    @property
-    def devices(self) -> int:
-        return max(member.block.count for member in self.members)
 
 
 class Sets:
@@ -269,16 +151,7 @@ class Sets:
         resident = sum(choice.resident for _, choice in fullest)
         asleep = fit.residual_gib * GIB
         rollout = next((member for member in members if member.unit.generates), None)
-        peak, peak_at, items = 0.0, "", dict[str, float]()
-        for member, choice in chosen:
-            others = [(m, c) for m, c in chosen if m is not member and (m.lane in ("", member.lane) or not member.lane)]
-            beside = {f"{m.unit.name} asleep": asleep for m, _ in others} if offload else _named(others)
-            if offload and rollout is not None:
-                beside["rollout asleep"] = asleep
-            need = choice.peak + sum(beside.values())
-            if need > peak:
-                peak, peak_at = need, member.unit.name
-                items = beside | _named([(member, choice)]) | _passing(member.unit.name, choice)
+        peak, peak_at, items = self._busiest(chosen, offload=offload, engine=rollout is not None)
         if peak > usable:
             return Rejection(f"{peak_at} needs {{}} of device memory", peak, usable)
         stages = {member.unit.name: choice.stage for member, choice in chosen}
@@ -300,10 +173,8 @@ class Sets:
                 items |= {"rollout weights": got.weights, "rollout kv cache": got.cache}
         host = 0.0
         if offload:
-            moved = sum(choice.resident - choice.items.get("gradients", 0.0) for _, choice in chosen)
-            back = sum(choice.resident - choice.items.get("gradients", 0.0) for m, choice in chosen if m.unit.trains)
-            switch += (moved + back) / node.pcie
-            host = memory.host_bytes(moved, members[0].block, fit)
+            host, moving = self._offloaded(chosen, members[0].block)
+            switch += moving
             limit = node.host_gib * GIB * fit.host_usable
             if host > limit:
                 return Rejection("it needs {} of host memory on a node", host, limit)
@@ -327,6 +198,28 @@ class Sets:
             + max((sum(s.prepare for at, s in parts if at == lane) for lane in lanes if lane), default=0.0),
             train=sum(stage.train for _, stage in parts),
         )
+
+    def _busiest(
+        self, chosen: list[tuple[Member, Choice]], *, offload: bool, engine: bool
+    ) -> tuple[float, str, dict[str, float]]:
+        """The unit that trains or reads at the fullest moment: bytes then, its name, and the bytes by item."""
+        asleep = self.fit.residual_gib * GIB
+        found = 0.0, "", dict[str, float]()
+        for member, choice in chosen:
+            others = [(m, c) for m, c in chosen if m is not member and (m.lane in ("", member.lane) or not member.lane)]
+            items = {f"{m.unit.name} asleep": asleep for m, _ in others} if offload else _named(others)
+            if offload and engine:
+                items["rollout asleep"] = asleep
+            items |= _named([(member, choice)]) | _passing(member.unit.name, choice)
+            found = max(found, (sum(items.values()), member.unit.name, items), key=lambda each: each[0])
+        return found
+
+    def _offloaded(self, chosen: list[tuple[Member, Choice]], block: Block) -> tuple[float, float]:
+        """Bytes on the host of one node, and seconds per train step of moving: everything comes in once, and what was
+        trained goes out again; gradients are dropped instead."""
+        kept = [(m, choice.resident - choice.items.get("gradients", 0.0)) for m, choice in chosen]
+        comes, goes = sum(size for _, size in kept), sum(size for m, size in kept if m.unit.trains)
+        return memory.host_bytes(comes, block, self.fit), (comes + goes) / block.node.pcie
 
     def _engine(self, member: Member, free: float, policy: Choice | None, *, awake: bool) -> Engine | Rejection:
         """The generation layout with the shortest (sampling + resharding), given `free` bytes a device. `awake`: the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrlhf.placement.sets import SetPlan
+from asyncrlhf.placement.setplan import SetPlan
 
 __all__ = ("pipelined_step", "speedup_bound", "steady_step", "synchronous_step", "windowed_step")
 

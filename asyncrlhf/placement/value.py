@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from asyncrlhf.placement.cluster import Block
 from asyncrlhf.placement.movement import push_seconds
 from asyncrlhf.placement.plan import Candidate, Problem, Sync
-from asyncrlhf.placement.sets import SetPlan
+from asyncrlhf.placement.setplan import SetPlan
 from asyncrlhf.placement.steps import steady_step
 from asyncrlhf.placement.strategies import Strategy
 from asyncrlhf.placement.units import Unit, units_of

@@ -17,7 +17,8 @@ from asyncrlhf.placement.plan import Candidate, Problem
 from asyncrlhf.placement.rehearse import rehearse
 from asyncrlhf.placement.schedule import Task, schedule, tasks_of
 from asyncrlhf.placement.search import search
-from asyncrlhf.placement.sets import Member, SetPlan, Sets
+from asyncrlhf.placement.setplan import Member, SetPlan
+from asyncrlhf.placement.sets import Sets
 from asyncrlhf.placement.strategies import STRATEGIES, partitions
 from asyncrlhf.placement.units import units_of
 from asyncrlhf.placement.value import Value, reward_latency
