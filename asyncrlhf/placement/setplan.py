@@ -1,4 +1,4 @@
-"""Units on a block of devices, as values: what was chosen for each, what the whole set costs, or why it does not fit."""
+"""Units on a block of devices, as values: what was chosen for each, what the set costs, or why it does not fit."""
 
 from __future__ import annotations
 
