@@ -1,4 +1,5 @@
-"""The command line: `python -m asyncrlhf CONFIG.toml [key=value ...]` runs it, `... check CONFIG.toml` only looks."""
+"""The command line: `python -m asyncrlhf CONFIG.toml [key=value ...]` runs it, `... check CONFIG.toml` only looks,
+`... plan PLAN.toml` says where models should compute."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ PROGRAM = "python -m asyncrlhf"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: that of the run; 2, after one line on stderr, when the configuration or the data is refused."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["plan"]:
+        return _plan(words[1:])
     only_check = words[:1] == ["check"]
     options = _parser(only_check).parse_args(words[1:] if only_check else words)
     try:
@@ -35,6 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _plan(words: Sequence[str]) -> int:
+    from asyncrlhf.placement.command import main as plan
+
+    try:
+        return plan(words, PROGRAM)
+    except ConfigError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+
+
 def _parser(only_check: bool) -> argparse.ArgumentParser:
     if only_check:
         parser = argparse.ArgumentParser(
@@ -44,8 +57,8 @@ def _parser(only_check: bool) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
             prog=PROGRAM,
             description="Run the configuration in a TOML file.",
-            epilog=f"`{PROGRAM} check CONFIG ...` only reads it and prints sizes, bounds and warnings. Exit code: 0 "
-            "complete, 1 failed, 2 refused, 130 or 143 stopped.",
+            epilog=f"`{PROGRAM} check CONFIG ...` only reads it and prints sizes, bounds and warnings; `{PROGRAM} plan "
+            "...` finds where models should compute. Exit code: 0 complete, 1 failed, 2 refused, 130 or 143 stopped.",
         )
         parser.add_argument("--version", action="version", version=f"asyncrlhf {__version__}")
     parser.add_argument("config", metavar="CONFIG", help="a TOML file")

@@ -21,6 +21,8 @@ from asyncrlhf.control.signals import StoppedEarly, StopSignals
 from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.models import Models
+from asyncrlhf.placement.advice import warnings
+from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_pools
 from asyncrlhf.session import Session
 from asyncrlhf.stages import Stage, prepare
@@ -33,7 +35,14 @@ def check(config: Config) -> str:
     stage = prepare(config)
     engines = [place for group in places(config, stage.wiring).values() for place in group]
     require_pools(config, engines)
-    return f"{stage.text}\n" + "\n".join([*derive(config).lines(), *pool_lines(config, engines)])
+    facts = facts_before(
+        stage.directory.path,
+        lookahead=config.lookahead or 0,
+        max_staleness=config.max_staleness,
+        engines=stage.wiring.engines.values(),
+    )
+    advice = [f"warning: {text}" for text in warnings(facts)]
+    return f"{stage.text}\n" + "\n".join([*derive(config).lines(), *pool_lines(config, engines), *advice])
 
 
 def run(config: Config) -> int:

@@ -18,7 +18,7 @@ from asyncrlhf.config.convert import convert as convert
 from asyncrlhf.config.schema import Config
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("convert", "import_named", "load", "resolved")
+__all__ = ("convert", "import_named", "load", "read_table", "resolved")
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -29,9 +29,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     one it came from). The current directory and `directory` join the end of `sys.path`, once, so that "module:name"
     finds files beside the configuration. Raises ConfigError, in one line, for anything that cannot be used.
     """
-    table = _read(path)
-    for override in overrides:
-        _override(table, override)
+    table = read_table(path, overrides)
     directory = os.path.dirname(os.path.abspath(path))
     table.setdefault("directory", directory)
     try:
@@ -41,6 +39,14 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     after = [os.path.normpath(os.path.join(config.directory, name)) for name in config.after]
     _make_importable(os.getcwd(), config.directory)
     return msgspec.structs.replace(config, after=after)
+
+
+def read_table(path: str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The TOML file (None: an empty one) with overrides on top, as plain values. Raises ConfigError."""
+    table: dict[str, Any] = {} if path is None else _read(path)
+    for override in overrides:
+        _override(table, override)
+    return table
 
 
 def resolved(config: Config, groups: Mapping[str, msgspec.Struct], judges: Mapping[str, msgspec.Struct]) -> str:

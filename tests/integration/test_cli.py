@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+PLANS = sorted((ROOT / "configs").glob("plan_*.toml"))
+CONFIGS = sorted({*(ROOT / "configs").glob("*.toml")} - {*PLANS})
 SCRATCH = """{ characters = "abc>", config = { vocab_size = 8, hidden_size = 16, num_attention_heads = 2 } }"""
 TINY = """
 algorithm = "algorithms.grpo:GRPO"
@@ -129,6 +130,30 @@ def test_the_gsm8k_reward_compares_last_numbers(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "configs/gsm8k")
     assert importlib.import_module("gsm8k").verify("", response, answer) == reward
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.name)
+def test_plan_says_where_models_should_compute(path: Path, tmp_path: Path) -> None:
+    done = asyncrlhf(tmp_path, "plan", str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in ("GiB", "bound by", "bubble", "simulated on the ledger", "strategies, best placement of each"):
+        assert part in done.stdout
+    assert not list(tmp_path.iterdir()), "plan writes nothing"
+
+
+def test_plan_calibrates_from_a_run(tiny: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    done = asyncrlhf(tiny[0].parents[1], "plan", "--calibrate", "runs/tiny", "max_staleness=4")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "as it ran" in done.stdout
+    assert "max_staleness=4" in done.stdout
+
+
+def test_check_knows_of_the_run_before(tiny: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    """Its facts are read, whatever they are: a run of 6 tiny steps says nothing that could be relied on."""
+    done = asyncrlhf(tiny[0].parents[1], "check", "tiny.toml", "lookahead=0", "max_staleness=0", "off_policy=none")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "warning: overlap" not in done.stdout, "nothing overlaps with lookahead = 0"
 
 
 def test_check_takes_less_than_a_second_and_loads_nothing_heavy(tmp_path: Path) -> None:

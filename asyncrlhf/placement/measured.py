@@ -1,0 +1,248 @@
+"""What a finished run measured: its events.jsonl and metrics.jsonl become a pipeline that the simulator can vary.
+
+Answers and rewards are drawn from those that were seen; seconds of decoding and training are fitted to what engines
+reported. Everything is of the steady state: train steps without their first fifth.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import fmean, pstdev
+from typing import Any, cast
+
+import msgspec
+from msgspec import structs
+
+from asyncrlhf.errors import CheckpointError, ConfigError
+from asyncrlhf.flow.ledger import LedgerRules
+from asyncrlhf.observe.events import AnyEvent, EngineBusy, Granted, Popped, RunStarted, Sampled, Scored
+from asyncrlhf.observe.log import read_events
+from asyncrlhf.placement.decoding import fit_decode
+from asyncrlhf.placement.simulate import Pipeline
+from asyncrlhf.placement.workload import Workload
+
+__all__ = ("MeasuredRun", "read_run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """Facts of a run, in seconds."""
+
+    directory: str
+    prompts_per_step: int
+    answers_per_prompt: int
+    max_staleness: int
+    lookahead: int
+    publish_every: int
+    at_deadline: str
+    order: str
+    publish_mode: str
+    engines: int
+    slots: int
+    trainers: int
+    """Engines that take optimizer steps."""
+    steps: int
+    step_s: float
+    """Without checkpoints."""
+    lengths: tuple[int, ...]
+    """Tokens of the answers that were trained on, in the order of the pops."""
+    rewards_s: tuple[float, ...]
+    """Latencies of scoring, per rollout; empty: a model scores, see `score_s`."""
+    score_s: tuple[float, ...]
+    """Seconds per rollout of each frozen model."""
+    decode: tuple[float, float]
+    """o0, o1: a decode step takes o0 + o1 * active answers."""
+    separable: bool
+    """The run's answers differ enough to tell o0 from o1."""
+    train_token_s: float
+    publish_s: float
+    lease_s: float
+    """Mean from grant to scored."""
+    generate_s: float
+    """Busy seconds of one rollout engine per train step."""
+    train_s: float
+
+    @property
+    def bound(self) -> float:
+        """What overlap can gain at most, with the busy seconds of both pools."""
+        return (self.generate_s + self.train_s) / max(self.generate_s, self.train_s, 1e-12)
+
+    def workload(self, work: Workload) -> Workload:
+        """`work` with the lengths of answers and latencies of rewards that were seen."""
+        response = structs.replace(work.response, observed=_spread(self.lengths), max=max(self.lengths))
+        if not self.rewards_s:
+            return structs.replace(work, response=response)
+        mean = fmean(self.rewards_s)
+        return structs.replace(
+            work, response=response, reward_seconds=mean, reward_cv=pstdev(self.rewards_s) / mean if mean else 0.0
+        )
+
+    def rules(self, **changes: Any) -> LedgerRules:
+        """Those of the run, or with some of them changed. Raises ConfigError as a configuration would."""
+        values: dict[str, Any] = {
+            "prompts_per_step": self.prompts_per_step,
+            "answers_per_prompt": self.answers_per_prompt,
+            "max_staleness": self.max_staleness,
+            "lookahead": self.lookahead,
+            "publish_every": self.publish_every,
+            "at_deadline": self.at_deadline,
+            "order": self.order,
+        }
+        return LedgerRules(**(values | changes))
+
+    def pipeline(
+        self,
+        rules: LedgerRules | None = None,
+        *,
+        strategy: str = "async",
+        engines: int | None = None,
+        reward_scale: float = 1.0,
+        length_scale: float = 1.0,
+    ) -> Pipeline:
+        """As it ran, or another way. `strategy`: "async" (as measured: pools of their own), "alternating" (all engines
+        of both pools generate and train their share in turn) or "colocate" (one pool of the trainers' devices)."""
+        engines = self.engines if engines is None else engines
+        shared = strategy != "async"
+        share = 1.0
+        if strategy == "alternating":
+            engines, share = engines + self.trainers, self.trainers / (engines + self.trainers)
+        elif strategy == "colocate":
+            engines = self.trainers
+        elif strategy != "async":
+            raise ConfigError(f'strategy = "{strategy}" cannot be simulated; use async, alternating or colocate')
+        base, slope = self.decode
+        return Pipeline(
+            rules=rules or self.rules(),
+            engines=engines,
+            slots=self.slots,
+            length=_Replay(self.lengths, length_scale),
+            decode=lambda active: base + slope * active,
+            reward=_Replay(self.rewards_s or (0.0,), reward_scale),
+            score=[seconds * reward_scale for seconds in self.score_s],
+            train=lambda random, tokens: self.train_token_s * tokens * share,
+            publish=self.publish_s,
+            mode="drain" if self.publish_mode == "drain" else "in_flight",
+            shared=shared,
+        )
+
+
+def _spread(lengths: Sequence[int], most: int = 1024) -> list[int]:
+    """At most so many of the lengths, evenly from the shortest to the longest."""
+    ordered = sorted(max(1, length) for length in lengths)
+    if len(ordered) <= most:
+        return ordered
+    return [ordered[i * (len(ordered) - 1) // (most - 1)] for i in range(most)]
+
+
+class _Replay:
+    """Draws what was observed, in its order from a random place on: what was slow together stays together."""
+
+    def __init__(self, values: Sequence[float], scale: float) -> None:
+        self._values, self._scale, self._next = values, scale, -1
+
+    def __call__(self, random: Random) -> float:
+        if self._next < 0:
+            self._next = random.randrange(len(self._values))
+        value = self._values[self._next]
+        self._next = (self._next + 1) % len(self._values)
+        return value * self._scale
+
+
+def read_run(directory: str | Path) -> MeasuredRun:
+    """Raises ConfigError, which names the directory, for one without a run that generated and trained."""
+    path = Path(directory)
+    try:
+        rows = [msgspec.json.decode(line) for line in (path / "metrics.jsonl").read_bytes().splitlines()]
+        events = list(read_events(path / "events.jsonl"))
+    except (OSError, CheckpointError, msgspec.DecodeError) as problem:
+        raise ConfigError(f"{path} is not the directory of a run: {problem}; name a run_dir") from None
+    started = next((event for event in events if isinstance(event, RunStarted)), None)
+    if started is None or len(rows) < 5:
+        raise ConfigError(f"{path}: {len(rows)} train steps are too few to calibrate from; it takes 5 or more")
+    return _measure(path, rows, events, started)
+
+
+def _measure(
+    path: Path, rows: Sequence[Mapping[str, Any]], events: Sequence[AnyEvent], started: RunStarted
+) -> MeasuredRun:
+    steady = rows[len(rows) // 5 :]
+    first = int(steady[0]["train_step"])
+    popped = [event for event in events if isinstance(event, Popped) and event.train_step >= first]
+    since = popped[0].t if popped else 0.0
+    sampled = [event for event in events if isinstance(event, Sampled) and event.t >= since]
+    scored = [event for event in events if isinstance(event, Scored) and event.t >= since]
+    if not popped or not sampled:
+        raise ConfigError(f"{path}: no answers were sampled, so there is nothing to place; name a run that generates")
+    busy = [event for event in events if isinstance(event, EngineBusy)]
+    roles = {name: shape.role for name, shape in started.groups.items()}
+    rollouts = sum(len(event.uids) for event in popped)
+    config = _config(path)
+    rules = {name for name in roles if _get(config, "", "groups", name, "backend") == "rules"}
+    frozen = [name for name, role in roles.items() if role in ("reward", "reference") and name not in rules]
+    spent = {name: sum(e.end - e.start for e in busy if e.group == name and e.start >= since) for name in frozen}
+    lengths = [length for event in popped for length in event.response_lengths]
+    tokens = sum(lengths)
+    waited = sum(_number(row, "time/wait_batch") for row in steady)
+    exposed = sum(_number(row, "time/exposed_sync") for row in steady)
+    saving = sum(_number(row, "time/checkpoint") for row in steady)
+    elapsed = sum(_number(row, "time/step") for row in steady) - saving
+    granted = {(event.uid, event.attempt): event.t for event in events if isinstance(event, Granted)}
+    ends: Sequence[Sampled | Scored] = scored or sampled
+    leases = [e.t - granted[e.uid, e.attempt] for e in ends if (e.uid, e.attempt) in granted]
+    rollout = next((name for name, role in roles.items() if role == "rollout"), "rollout")
+    trainers = [shape.ranks for shape in started.groups.values() if shape.role in ("policy", "critic")]
+    decode, separable = fit_decode(busy, rollout, sampled, popped, started.answers_per_prompt)
+    return MeasuredRun(
+        directory=str(path),
+        prompts_per_step=started.prompts_per_step,
+        answers_per_prompt=started.answers_per_prompt,
+        max_staleness=started.max_staleness,
+        lookahead=started.lookahead,
+        publish_every=_get(config, 1, "publish", "every"),
+        at_deadline=_get(config, "mask", "at_deadline"),
+        order=_get(config, "ready", "order"),
+        publish_mode=_get(config, "in_flight", "publish", "mode"),
+        engines=started.groups[rollout].ranks if rollout in started.groups else 1,
+        slots=_get(config, 256, "groups", rollout, "concurrency"),
+        trainers=max(1, sum(trainers)),
+        steps=len(steady),
+        step_s=elapsed / len(steady),
+        lengths=tuple(lengths),
+        rewards_s=()
+        if any(spent[name] for name in frozen if roles[name] == "reward")
+        else tuple(e.seconds for e in scored),
+        score_s=tuple(seconds / rollouts for seconds in spent.values() if seconds),
+        decode=decode,
+        separable=separable,
+        train_token_s=max(0.0, elapsed - waited - exposed) / max(1, tokens),
+        publish_s=exposed / len(steady),
+        lease_s=fmean(leases) if leases else 0.0,
+        generate_s=sum(_number(row, "busy/generate") * _number(row, "time/step") for row in steady) / len(steady),
+        train_s=sum(_number(row, "busy/train") * _number(row, "time/step") for row in steady) / len(steady),
+    )
+
+
+def _number(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name)
+    return value if isinstance(value, int | float) else 0.0
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The resolved configuration beside the run; empty where there is none."""
+    try:
+        return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError):
+        return {}
+
+
+def _get(config: dict[str, Any], default: Any, *keys: str) -> Any:
+    found: Any = config
+    for key in keys:
+        if not isinstance(found, dict):
+            return default
+        found = cast("dict[str, Any]", found).get(key, default)
+    return found
