@@ -33,7 +33,7 @@ SMALLEST_CAP = 4096
 PIECES = 4
 """A message of one piece takes at most this part of the cap, so that buckets fill up."""
 FULL = 16
-"""A bucket with less than this part of the cap left counts as full."""
+"""A bucket with less than this part of the cap left counts as full: that much is for checksums and the like."""
 ALIGNMENT = 8
 
 
@@ -213,7 +213,7 @@ class _Dealer:
     """Puts what must travel into the first bucket where both its ranks have room."""
 
     def __init__(self, cap: int) -> None:
-        self._cap = cap
+        self._cap = cap - cap // FULL
         self._held: dict[int, list[int]] = defaultdict(list)
         self._pairs: set[tuple[int, int, int]] = set()
         self._first: dict[int, int] = defaultdict(int)
