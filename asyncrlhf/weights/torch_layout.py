@@ -1,6 +1,7 @@
 """Layouts of torch trainers: every rank whole (DDP), or sharded by rows (FSDP2), also in several replicas (HSDP).
 
-Local tensors carry the names of transformers' modules, where all experts of a layer lie in two tensors.
+Local tensors carry the names of transformers' modules, where all experts of a layer lie in two tensors; those of
+`checkpoint_layout` carry the names of the checkpoint, for engines that load one and for writing one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 from asyncrlhf.weights.layout import Holding, Layout, Place, Shelf, share
 from asyncrlhf.weights.shapes import ModelShape, Parameter, Part
 
-__all__ = ("fsdp_layout", "replicated_layout")
+__all__ = ("checkpoint_layout", "fsdp_layout", "replicated_layout")
 
 
 def replicated_layout(shape: ModelShape, places: Sequence[Place]) -> Layout:
@@ -32,6 +33,20 @@ def fsdp_layout(shape: ModelShape, places: Sequence[Place], *, shards: int = 0, 
     name = f"torch dp{len(places)}" if shards == 1 else f"torch fsdp{shards} x {len(places) // shards}"
     holdings = tuple(hold(place, index % shards) for index, place in enumerate(places))
     return Layout(name, {parameter.name: parameter for parameter in parameters}, holdings)
+
+
+def checkpoint_layout(shape: ModelShape, places: Sequence[Place], *, spread: bool = False) -> Layout:
+    """Whole parameters, by their names in a checkpoint: all of them on every rank, or each on one of them (`spread`),
+    such that all hold about the same number of bytes: then every rank writes a file of the checkpoint."""
+    parameters = shape.parameters()
+    shelves, load = [Shelf(place) for place in places], [0] * len(places)
+    for parameter in parameters:
+        least = load.index(min(load))
+        load[least] += parameter.byte_count
+        for shelf in [shelves[least]] if spread else shelves:
+            shelf.whole(parameter, parameter.name)
+    name = f"checkpoint {'over' if spread else 'on each of'} {len(places)}"
+    return Layout(name, {p.name: p for p in parameters}, tuple(shelf.holding() for shelf in shelves))
 
 
 def _holding(

@@ -37,7 +37,7 @@ from tests.integration.reshard_scene import held, same_bits, weights
 
 RANKS = 4
 CAP = 16 << 20
-SHAPE = ModelShape(hidden=640, layers=14, heads=8, kv_heads=4, head_dim=80, ff=1728, vocab=32003, dtype="float32")
+SHAPE = ModelShape(hidden=640, layers=12, heads=8, kv_heads=4, head_dim=80, ff=1984, vocab=32003, dtype="float32")
 WHERE = places(RANKS)
 
 
@@ -118,31 +118,38 @@ def status(key: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(key + ":"))
 
 
+def compared(
+    rank: int, rounds: int, model: Mapping[str, Tensor], parallel: MegatronParallel, destination: Layout
+) -> tuple[str, dict[str, list[tuple[float, float]]]]:
+    """(what was compared, way -> what each round took)."""
+    source = megatron_layout(SHAPE, parallel, WHERE)
+    tensors, needs = held(source.holdings[rank], model), destination.holdings[rank]
+    exchange = Exchange(source, destination, rank, dist.new_group(), cap=CAP)
+    gather = Gather(source, parallel, needs, rank)
+    exchanged, gathered = allocate(needs), allocate(needs)
+    work: dict[str, Callable[[], Any]] = {
+        "exchange": lambda: exchange.run(0, tensors, exchanged),
+        "gather": lambda: gather.run(tensors, gathered),
+    }
+    for way in work.values():
+        way()
+    assert same_bits(exchanged, gathered)
+    found: dict[str, list[tuple[float, float]]] = {"exchange": [], "gather": []}
+    for turn in range(rounds):
+        for name in ("exchange", "gather") if turn % 2 else ("gather", "exchange"):
+            found[name].append(measured(work[name]))
+    return describe(exchange.plan).splitlines()[0], found
+
+
 def rank_main(rank: int, port: int, rounds: int, answers: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     model = weights(SHAPE, 0)
     for parallel, destination in cases():
-        source = megatron_layout(SHAPE, parallel, WHERE)
-        tensors, needs = held(source.holdings[rank], model), destination.holdings[rank]
-        exchange = Exchange(source, destination, rank, dist.new_group(), cap=CAP)
-        gather = Gather(source, parallel, needs, rank)
-        staged = {"exchange": allocate(needs), "gather": allocate(needs)}
-        work = {
-            "exchange": lambda: exchange.run(0, tensors, staged["exchange"]),
-            "gather": lambda: gather.run(tensors, staged["gather"]),
-        }
-        for way in work.values():
-            way()
-        assert same_bits(staged["exchange"], staged["gather"])
-        found: dict[str, list[tuple[float, float]]] = {"exchange": [], "gather": []}
-        for turn in range(rounds):
-            for name in ("exchange", "gather") if turn % 2 else ("gather", "exchange"):
-                found[name].append(measured(work[name]))
+        answer = compared(rank, rounds, model, parallel, destination)
         if rank == 0:
-            answers.send((describe(exchange.plan).splitlines()[0], found))
-        del tensors, staged, exchange, gather, work
+            answers.send(answer)
     dist.barrier()
     os._exit(0)
 
@@ -153,9 +160,14 @@ def main() -> None:
     context = multiprocessing.start_processes(
         rank_main, args=(free_ports(1)[0], rounds, there), nprocs=RANKS, join=False, start_method="spawn"
     )
+    there.close()
     print(f"{SHAPE.byte_count / 4e6:.1f}M parameters, float32, {RANKS} ranks, {rounds} rounds")
     for _ in cases():
-        title, found = here.recv()
+        try:
+            title, found = here.recv()
+        except EOFError:
+            context.join()  # raises what went wrong there
+            raise
         print(title)
         seconds = {name: statistics.median(second for second, _ in values) for name, values in found.items()}
         memory = {name: max(mebibytes for _, mebibytes in values) for name, values in found.items()}
