@@ -189,8 +189,9 @@ def _mixture(config: Mapping[str, Any], dtype: Dtype) -> ModelShape:
             f"mlp_only_layers = {config.get('mlp_only_layers')} and decoder_sparse_step = "
             f"{config.get('decoder_sparse_step')} mix dense layers with experts; the table has experts in every layer"
         )
-    experts, width = int(config["num_experts"]), int(config["moe_intermediate_size"])
-    return replace(_decoder(config, dtype), qk_norm=True, experts=experts, ff=width)
+    experts = config.get("num_experts") or config["num_local_experts"]  # the latter is what transformers 5 writes
+    width = int(config["moe_intermediate_size"])
+    return replace(_decoder(config, dtype), qk_norm=True, experts=int(experts), ff=width)
 
 
 register_family("llama", _decoder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from asyncrlhf.weights.shapes import ModelShape, Parameter, Part
 from asyncrlhf.weights.torch_layout import fsdp_layout, replicated_layout
 from asyncrlhf.weights.vllm_layout import VllmParallel, vllm_layout
 from tests.unit.reshard_scene import DENSE, MIXTURE, full, require_exact
+from tests.unit.test_torch_imports import python
 
 CAP = 4096
 
@@ -221,6 +223,14 @@ def test_what_is_missing_is_named() -> None:
         make_plan(tied, layout, cap=CAP)
     with pytest.raises(ConfigError, match="at least 4096"):
         make_plan(layout, layout, cap=100)
+
+
+def test_the_example_of_the_readme() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = (part.partition("```")[0] for part in text.split("```python\n") if "make_plan" in part)
+    printed = python(block).splitlines()
+    assert printed[0].startswith("megatron tp2 pp2 dp1 -> vllm tp2 x 2: 15.0 GiB between ranks, 0 B copied in place")
+    assert len(printed) == 2 + 8
 
 
 def test_the_plan_says_what_it_costs() -> None:

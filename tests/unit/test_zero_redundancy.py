@@ -77,6 +77,20 @@ def regrouped(pipeline: tuple[int, int], tensor: tuple[int, int], data: int) -> 
     )
 
 
+def test_every_rank_generates_with_what_it_trains_for_all_sizes_up_to_eight() -> None:
+    for pipeline, tensor, data in itertools.product(SIZES, SIZES, range(1, 9)):
+        regrouping = regrouped(pipeline, tensor, data)
+        stages, width = pipeline[0] // pipeline[1], tensor[0] // tensor[1]
+        own = Fraction(1, pipeline[0] * tensor[0])
+        assert regrouping.peak_fraction == stages * width * own
+        assert regrouping.received_fraction == regrouping.peak_fraction - own, "all but its own, and nothing twice"
+        for rank in range(regrouping.rank_count):
+            pp, tp, _ = regrouping.training(rank)
+            place = regrouping.generation(rank)
+            assert place.pipeline * stages <= pp < (place.pipeline + 1) * stages
+            assert place.tensor * width <= tp < (place.tensor + 1) * width
+
+
 def test_engines_are_whole_and_micro_groups_share_one_part_of_the_model() -> None:
     for pipeline, tensor, data in itertools.product(SIZES, SIZES, (1, 2, 3)):
         regrouping = regrouped(pipeline, tensor, data)
