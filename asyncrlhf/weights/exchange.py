@@ -154,7 +154,7 @@ class Exchange:
 
     def _post(self, index: int, version: int, send: Sequence[_Message], receive: Sequence[_Message]) -> list[Any]:
         try:
-            if self._device == "cpu":
+            if isinstance(self._group, dist.ProcessGroupGloo):  # from `join`, unknown to torch.distributed's functions
                 posted = [self._group.recv([message.buffer], message.peer, index) for message in receive]
                 return posted + [self._group.send([message.buffer], message.peer, index) for message in send]
             operations = [(dist.irecv, message) for message in receive] + [(dist.isend, message) for message in send]

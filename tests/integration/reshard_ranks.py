@@ -6,10 +6,12 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.weights import exchange as exchanges
@@ -103,8 +105,13 @@ class Engine:
 
 
 def refusals(rank: int, port: int) -> dict[str, Any]:
-    """One rank after another spoils a version; the group goes on, and so does version 0 until one arrives whole."""
-    engine = Engine(rank, join("127.0.0.1", port, rank, RANKS, timeout=TIMEOUT), TIMEOUT)
+    """One rank after another spoils a version; the group, one that torch.distributed knows, goes on, and so does
+    version 0 until one arrives whole."""
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
+    )
+    engine = Engine(rank, dist.new_group(), TIMEOUT)
     reasons = {"unready": engine.take(1, tensors={} if rank == 2 else None)}
     original = exchanges._Message.pack
 
