@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -55,13 +57,13 @@ def _joined(rank: int, port: int) -> Any:
 
 
 def moved(rank: int, group: Any, name: str, shape: Any, source: Any, destination: Any, _: Any) -> dict[str, Any]:
-    """Two versions through one exchange, the second from tensors in another memory order."""
+    """Two versions through one exchange, the second from tensors in another memory order, with rank 2 slow to read."""
     exchange = Exchange(source, destination, rank, group, cap=CAP, timeout=TIMEOUT)
     needs = holding_of(destination, rank)
     staged, exact, peaks, receipts = allocate(needs), True, list[int](), list[Receipt]()
     for version in (1, 2):
         tensors = held(holding_of(source, rank), weights(shape, version), odd=version == 2)
-        with MemoryTaken() as taken:
+        with MemoryTaken() as taken, slow_reader(rank == 2 and version == 2):
             receipts.append(exchange.run(version, tensors, staged))
         peaks.append(taken.peak)
         model = {
@@ -70,6 +72,23 @@ def moved(rank: int, group: Any, name: str, shape: Any, source: Any, destination
         }
         exact = exact and same_bits(staged, held(needs, model))
     return {"pair": name, "exact": exact, "receipts": receipts, "peak": max(peaks)}
+
+
+@contextlib.contextmanager
+def slow_reader(slow: bool) -> Iterator[None]:
+    """The other ranks are ahead of this one, with messages that it has not asked for yet."""
+    original = exchanges._Message.unpack
+
+    def slowly(message: Any, *args: Any) -> str:
+        time.sleep(0.005)
+        return original(message, *args)
+
+    if slow:
+        exchanges._Message.unpack = slowly
+    try:
+        yield
+    finally:
+        exchanges._Message.unpack = original
 
 
 def _ends() -> tuple[Any, Any]:
