@@ -1,0 +1,120 @@
+"""Weights that several ranks have put, read as one checkpoint: a WeightTransfer for engines that load whole parameters.
+
+Each rank of the trainer puts what it holds through a transport between threads, processes or Ray actors, and the group
+makes one payload of theirs. An engine then receives Hugging Face parameters one after another, put together from the
+slices where they lie; never is more than one of them whole beside the engine's own. Nobody waits: a version stays
+readable until the next but one is put.
+
+    rank r of the trainer     payload = SharedMemoryTransfer().send(7, dict(chunks.named_parameters()))
+    its group                 whole = assembled(layout, "asyncrlhf.weights.shared:SharedMemoryTransfer", 7, payloads)
+                              WeightHandle(transport="asyncrlhf.weights.assemble:AssembledTransfer", payload=whole, ...)
+    an engine                 for name, tensor in AssembledTransfer().receive(handle.payload): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from asyncrlhf.abc.transfer import WeightTransfer
+from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import import_object
+from asyncrlhf.weights.layout import Box, Layout, full_box
+from asyncrlhf.weights.regions import region
+from asyncrlhf.weights.shapes import Parameter
+
+__all__ = ("AssembledTransfer", "assembled")
+
+
+def assembled(layout: Layout, transport: str, version: int, payloads: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """One payload of those that the ranks of `layout` have put, in its order, through `transport` ("module:Class")."""
+    if len(payloads) != len(layout.holdings):
+        raise PublishRefused(
+            f"version {version}: {len(payloads)} of {len(layout.holdings)} ranks have put their weights"
+        )
+    return {
+        "version": version,
+        "transport": transport,
+        "layout": msgspec.msgpack.encode(layout),
+        "shards": tuple(payloads),
+    }
+
+
+class AssembledTransfer:
+    """Reads what `assembled` has made one of; to be used by one engine."""
+
+    def __init__(self) -> None:
+        self._transports: dict[str, WeightTransfer] = {}
+
+    @torch.no_grad()
+    def receive(self, payload: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """The parameters, to be read at once and not written. Raises PublishRefused if one is not there whole, or if
+        newer bytes took its place, also while it was read."""
+        transport = self._transport(payload["transport"])
+        for shard in payload["shards"]:
+            if shard["version"] != payload["version"]:
+                raise PublishRefused(f"version {payload['version']} came with a part of version {shard['version']}")
+        held = [dict(transport.receive(shard)) for shard in payload["shards"]]
+        for parameter, sources in _sources(payload["layout"]):
+            yield parameter.name, _whole(parameter, sources, held)
+        for shard in payload["shards"]:
+            next(iter(transport.receive(shard)), None)
+
+    def _transport(self, path: str) -> WeightTransfer:
+        if path not in self._transports:
+            self._transports[path] = import_object(path)()
+        return self._transports[path]
+
+
+class _Source(msgspec.Struct, frozen=True):
+    """Where a rectangle of a parameter is."""
+
+    box: Box
+    index: int
+    """Which of the layout's ranks."""
+    tensor: str
+    offset: tuple[int, ...]
+
+
+@lru_cache(maxsize=4)
+def _sources(encoded: bytes) -> tuple[tuple[Parameter, tuple[_Source, ...]], ...]:
+    """Every parameter with slices that cover it once. Raises PublishRefused when they do not."""
+    layout = msgspec.msgpack.decode(encoded, type=Layout)
+    found: dict[str, dict[Box, _Source]] = {name: {} for name in layout.parameters}
+    for index, holding in enumerate(layout.holdings):
+        for piece in holding.slices:
+            found[piece.parameter].setdefault(piece.box, _Source(piece.box, index, piece.tensor, piece.offset))
+    for name, sources in found.items():
+        covered = sum(_count(box) for box in sources)
+        if covered != _count(full_box(layout.parameters[name].shape)):
+            raise PublishRefused(
+                f"{layout.name} covers {covered} elements of {name}, of shape {layout.parameters[name].shape}"
+            )
+    return tuple((parameter, tuple(found[name].values())) for name, parameter in layout.parameters.items())
+
+
+def _whole(parameter: Parameter, sources: Sequence[_Source], held: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    parts: list[tuple[Box, Tensor]] = []
+    for source in sources:
+        if source.tensor not in held[source.index]:
+            raise PublishRefused(f"{parameter.name}: rank {source.index} has put no {source.tensor}")
+        lengths = tuple(high - low for low, high in source.box)
+        parts.append((source.box, region(held[source.index][source.tensor], source.offset, lengths)))
+    if len(parts) == 1:
+        return parts[0][1]
+    full = torch.empty(parameter.shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
+    for box, part in parts:
+        full[tuple(slice(low, high) for low, high in box)] = part
+    return full
+
+
+def _count(box: Box) -> int:
+    count = 1
+    for low, high in box:
+        count *= high - low
+    return count
