@@ -3,8 +3,8 @@
     python -m tests.benchmarks.predict [--steps 60] [--settings K=0 K=4 batch=8 batch=32 rewards=4 replicas=2]
 
 The calibration run has K = D = 1, 16 prompts x 8 answers of up to 64 tokens (an untrained model ends them anywhere)
-and rewards that take 0.1 s in the median (log-normal, sigma 1, all concurrent). Every setting is then run and predicted.
-Run it on an idle machine: the error includes what other processes do to the measurement.
+and rewards that take 0.1 s in the median (log-normal, sigma 1, all concurrent). Every setting is then run and
+predicted. Run it on an idle machine: the error includes what other processes do to the measurement.
 """
 
 from __future__ import annotations
