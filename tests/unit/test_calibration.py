@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.build import _calibration
-from asyncrlhf.config.groups import Calibration, TorchReward
+from asyncrlhf.config.frozen import Calibration, TorchReward
 from asyncrlhf.config.schema import Data
 from asyncrlhf.data.prompts import PromptEncoder
 from asyncrlhf.data.source import Dataset
