@@ -40,7 +40,21 @@ class Engine:
 
 
 class ScoreEngine(Engine, ABC):
-    """A frozen model that reads answers."""
+    """A frozen model that reads answers, or one of several ranks of it, which are asked for everything together.
+
+    What a verb gets and gives on each rank is its transfer protocol's to say (groups/ranks.py): `step`, `logprobs` and
+    `scores` see the rank's own rows, maybe none; all others the whole, and what rank 0 gives counts.
+    """
+
+    def rendezvous(self, host: str, ranks: int) -> int:
+        """Asked of rank 0: open a port of this machine, which the others reach as `host`, for `ranks` ranks to meet at.
+        Raises ConfigError for an engine that works alone."""
+        raise ConfigError(f"{type(self).__name__} works on 1 rank and was given {ranks}; use parallel sizes of 1")
+
+    def join(self, host: str, port: int, rank: int, ranks: int, timeout: float) -> None:
+        """Asked of all ranks, before any other verb: meet the others there. One that is missed for `timeout` seconds,
+        now or later, is given up."""
+        raise ConfigError(f"{type(self).__name__} works on 1 rank and was given {ranks}; use parallel sizes of 1")
 
     @abstractmethod
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
@@ -65,21 +79,7 @@ class RewardEngine(Engine, ABC):
 
 
 class TrainEngine(ScoreEngine):
-    """A model being trained, or one of several ranks of it, which are asked for everything together.
-
-    What a verb gets and gives on each rank is its transfer protocol's to say (groups/ranks.py): `step`, `logprobs` and
-    `scores` see the rank's own rows, maybe none; all others the whole, and what rank 0 gives counts.
-    """
-
-    def rendezvous(self, host: str, ranks: int) -> int:
-        """Asked of rank 0: open a port of this machine, which the others reach as `host`, for `ranks` ranks to meet at.
-        Raises ConfigError for an engine that trains alone."""
-        raise ConfigError(f"{type(self).__name__} trains on 1 rank and was given {ranks}; set data_parallel = 1")
-
-    def join(self, host: str, port: int, rank: int, ranks: int, timeout: float) -> None:
-        """Asked of all ranks, before any other verb: meet the others there. One that is missed for `timeout` seconds,
-        now or later, is given up."""
-        raise ConfigError(f"{type(self).__name__} trains on 1 rank and was given {ranks}; set data_parallel = 1")
+    """A model being trained."""
 
     @abstractmethod
     def step(self, batch: TrainBatch, loss: Packed) -> StepResult:

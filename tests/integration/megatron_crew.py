@@ -16,6 +16,7 @@ from algorithms.ppo import PPOLoss
 from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, Place
 from asyncrlhf.backends.megatron.cpu import import_quietly
 from asyncrlhf.backends.megatron.exchange import put_together, weights_of
+from asyncrlhf.backends.megatron.layers import PackedAttention
 from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.megatron.score import MegatronScorer
 from asyncrlhf.backends.megatron.train import MegatronTrainer
@@ -108,6 +109,20 @@ class Member(Engine):
         """Numbers in the parameters of this rank."""
         return sum(weight.numel() for weight in weights_of(self._trainer._model).values())
 
+    def attention_calls(self, batch: TrainBatch, loss: Packed) -> int:
+        """How often attention is computed in a step, micro-batches and layers counted apart."""
+        count, original = 0, PackedAttention._attend
+
+        def counted(*arguments: Any) -> Tensor:
+            nonlocal count
+            count += 1
+            return original(*arguments)
+
+        PackedAttention._attend = counted
+        self._trainer.step(batch, loss)
+        PackedAttention._attend = original
+        return count
+
     def damage(self, name: str) -> None:
         """Make one number of a parameter nan, on the ranks that have it."""
         for found, weight in weights_of(self._trainer._model).items():
@@ -135,6 +150,7 @@ VERBS = {
     "gradients": f"{__name__}:same_for_all",
     "moments": "broadcast",
     "parameters": "broadcast",
+    "attention_calls": "lead",
     "damage": "broadcast",
     "read": "lead",
 }

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algorithms.ppo import PPOLoss
 from asyncrlhf.backends.torch.train import TorchTrainer
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.errors import CheckpointError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, TrainBatch, pack
 from asyncrlhf.ops import GAE
 from asyncrlhf.weights.checksum import checksum
@@ -143,26 +143,53 @@ def test_m2_moments_are_there_before_the_first_step(crew: Crew, model: str, batc
     assert sum(before) == 2 * own[0]  # each rank has a part of the moments, and all parameters
 
 
-def test_a_checkpoint_goes_on_in_another_layout(crew: Crew, model: str, batch: TrainBatch, tmp_path: Path) -> None:
-    loss = LOSSES["ppo"]
-    crew.become(model, tensor_parallel=2)
+def test_recomputation_recomputes(crew: Crew, model: str, batch: TrainBatch) -> None:
+    calls = [
+        crew.become(model, recompute=kind).call("attention_calls", batch, pack(PPOLoss()))
+        for kind in ("none", "selective", "full")
+    ]
+    assert calls[1] == calls[2] == 2 * calls[0] > 0
+
+
+def check_checkpoints(crew: Crew, model: str, batch: TrainBatch, layouts: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Two steps in the first layout, whose checkpoint goes on in it, and through all others, one after another."""
+    loss, source = LOSSES["ppo"], tmp_path / "first"
+    crew.become(model, **layouts[0])
     for _ in range(2):
         crew.step(batch, loss)
     saved = crew.weights()
-    crew.call("save_state", tmp_path / "tensor")
+    crew.call("save_state", source)
     crew.step(batch, loss)
     then = crew.weights()
-    for source, target, sizes in (
-        ("tensor", "again", {"tensor_parallel": 2}),
-        ("tensor", "pipeline", {"pipeline_parallel": 2}),
-        ("pipeline", "data", {"data_parallel": 2}),
-        ("data", "alone", {}),
-    ):
-        crew.become(model, **sizes).call("load_state", tmp_path / source)
-        assert distance(crew.weights(), saved) == 0, target
-        crew.call("save_state", tmp_path / target)
+    for number, layout in enumerate(layouts):
+        crew.become(model, **layout).call("load_state", source)
+        assert distance(crew.weights(), saved) == 0, layout
+        source = tmp_path / str(number)
+        crew.call("save_state", source)
         crew.step(batch, loss)
-        assert distance(crew.weights(), then) < (1e-30 if target == "again" else 1e-5), target
+        assert distance(crew.weights(), then) <= (1e-5 if number else 0), layout
+
+
+def test_a_checkpoint_goes_on_in_another_layout(crew: Crew, model: str, batch: TrainBatch, tmp_path: Path) -> None:
+    layouts = [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}, LAYOUTS["pipeline"], {}]
+    check_checkpoints(crew, model, batch, layouts, tmp_path)
+
+
+def test_a_checkpoint_of_experts_goes_on_in_another_layout(crew: Crew, tmp_path: Path) -> None:
+    layouts = [{"data_parallel": 2, "expert_parallel": 2}, {**LAYOUTS["tensor"], "expert_parallel": 2}, {}]
+    check_checkpoints(crew, make_model(tmp_path / "experts", **EXPERTS), make_batch(), layouts, tmp_path)
+
+
+def test_a_checkpoint_in_bfloat16_has_main_parameters(
+    crew: Crew, model: str, batch: TrainBatch, tmp_path: Path
+) -> None:
+    check_checkpoints(crew, model, batch, [{"tensor_parallel": 2, "dtype": "bfloat16"}], tmp_path)
+
+
+def test_a_checkpoint_that_is_not_there_is_named(crew: Crew, model: str, tmp_path: Path) -> None:
+    crew.become(model)
+    with pytest.raises(CheckpointError, match="megatron cannot be read"):
+        crew.call("load_state", tmp_path)
 
 
 def test_n16_transformers_reads_what_is_saved(crew: Crew, model: str, batch: TrainBatch, tmp_path: Path) -> None:

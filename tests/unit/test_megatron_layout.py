@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,6 +166,16 @@ def test_sizes_that_do_not_fit_the_model_are_refused(
 def test_sizes_that_do_not_fit_each_other_are_refused(table: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         convert({"backend": "megatron", "model": "m", **table}, ROLES["policy"], "groups.policy")
+
+
+def test_the_table_of_the_readme_is_one() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    section = text[text.index("## Models too large for one rank") :]
+    block = tomllib.loads(section[section.index("```toml") + 7 : section.index("```", section.index("```toml") + 7)])
+    table = convert(block["groups"]["policy"], ROLES["policy"], "groups.policy")
+    assert table.ranks == 8
+    critic = convert(block["groups"]["policy"], ROLES["critic"], "groups.critic")
+    assert critic.head == "value"
 
 
 def test_a_table_says_how_many_ranks_it_takes() -> None:

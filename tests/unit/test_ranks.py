@@ -173,6 +173,6 @@ async def test_a_protocol_of_ones_own_carries_a_verb_of_ones_own() -> None:
 async def test_an_engine_that_trains_alone_says_so() -> None:
     group = PolicyGroup("policy", EventLog(None), FakeRuntime(), specs(2))
     with pytest.raises(
-        ConfigError, match="group 'policy': FakeTrainer trains on 1 rank and was given 2; set data_parallel = 1"
+        ConfigError, match="group 'policy': FakeTrainer works on 1 rank and was given 2; use parallel sizes of 1"
     ):
         await group.start()

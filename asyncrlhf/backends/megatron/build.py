@@ -114,8 +114,7 @@ def _chunk(
     )
     if last and options.head == "value":
         model.output_layer = ValueHead(transformer)
-    model.to(device)
-    return model.eval()
+    return model.to(device)  # in training mode, without which nothing is recomputed; there is no dropout to turn off
 
 
 def _specification(options: MegatronOptions, transformer: Any, stage: int | None) -> Any:

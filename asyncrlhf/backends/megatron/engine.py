@@ -8,6 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from asyncrlhf.backends.megatron import cpu
 from asyncrlhf.backends.megatron.exchange import load
 from asyncrlhf.backends.megatron.model import Model
@@ -44,7 +46,7 @@ class MegatronEngine(TorchEngine):
         self._config = read_config(options.model, options.head)
         require_fits(options, self._config)
         if options.ranks == 1:
-            self._begin(start_alone(), FOREVER)
+            self._begin(start_alone(self._device), FOREVER)
 
     def rendezvous(self, host: str, ranks: int) -> int:
         """A port of this machine, where `ranks` ranks can meet."""
@@ -58,6 +60,8 @@ class MegatronEngine(TorchEngine):
 
     def _begin(self, world: World, timeout: float) -> None:
         """Build this rank's part of the model, and read its weights."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         with cpu.calling():
             self._model = Model(self.options, self._config, self._device, stand(self.options, world, timeout))
             load(self._model)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from asyncrlhf.backends.megatron.cpu import import_quietly
 from asyncrlhf.backends.megatron.options import MegatronOptions
-from asyncrlhf.backends.torch.world import World
+from asyncrlhf.backends.torch.world import BACKENDS, World
 from asyncrlhf.errors import ConfigError
 
 __all__ = ("Standing", "leave", "stand", "start_alone")
@@ -45,10 +45,10 @@ class Standing:
         return self.is_last_stage and self.tensor.rank() == self.context.rank() == 0
 
 
-def start_alone() -> World:
+def start_alone(device: torch.device) -> World:
     """The world of a model on a single rank. Raises ConfigError beside a model of several ranks in this process."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_world_size() > 1:
         raise ConfigError('megatron ranks take processes of their own; use runtime = "local" or "ray"')
     return World()

@@ -4,7 +4,10 @@ exact, in this or another layout. All ranks take part."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from queue import Queue, SimpleQueue
@@ -23,8 +26,8 @@ from asyncrlhf.errors import CheckpointError
 __all__ = ("load_state", "save_model", "save_state")
 
 STATE_DIRECTORY = "megatron"
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""Written so that any layout can read it."""
+FORMAT = "fully_reshardable"
+"""Of the optimizer's part: any layout can read it."""
 
 
 def save_model(model: Model, catalogue: Catalogue, directory: Path) -> None:
@@ -92,11 +95,33 @@ def load_state(model: Model, optimizer: Optimizer, directory: Path) -> None:
         except (OSError, RuntimeError, KeyError, ValueError, checkpointing.core.CheckpointingException) as error:
             raise CheckpointError(f"{target} cannot be read: {str(error).partition(chr(10))[0]}") from error
         for number, chunk in enumerate(model.chunks):
-            chunk.load_state_dict(found[f"model{number}"])
-        optimizer.inner.load_state_dict(found["optimizer"])
+            chunk.load_state_dict(found["model"][str(number)])
+        for number, part in enumerate(optimizer.inner.chained_optimizers):
+            state = part.state_dict()
+            for group in state["optimizer"]["param_groups"]:
+                group["step"] = found["step"]
+            moments = {"param_state": found["optimizer"][str(number)], "param_state_sharding_type": FORMAT}
+            part.load_state_dict(state | moments)
     for adamw in optimizer.adamws():
         for state in adamw.state.values():
-            state["step"] = state["step"].clone()  # megatron-core gives all parameters one and the same
+            if "step" in state:
+                state["step"] = state["step"].clone()  # megatron-core gives all parameters one and the same
+
+
+def _state(model: Model, optimizer: Optimizer, *, loading: bool) -> dict[str, Any]:
+    """What is written, or to be filled. The number of chunks and of optimizers differs between layouts, and leaves no
+    trace in the files: tensors are found by their names in the whole model."""
+    sharding = {"distrib_optim_sharding_type": FORMAT, "chained_optim_avoid_prefix": True}
+    chunks = {str(number): chunk.sharded_state_dict(metadata=sharding) for number, chunk in enumerate(model.chunks)}
+    weights = {"model": chunks["0"]} if len(chunks) == 1 else {f"model{number}": own for number, own in chunks.items()}
+    parts: dict[str, Any] = {}
+    step = 0
+    for number, part in enumerate(optimizer.inner.chained_optimizers):
+        with _without_gaps(part):
+            state = part.sharded_state_dict(dict(weights), is_loading=loading, metadata=sharding)
+        parts[str(number)] = state["param_state"]
+        step = max(step, int(state["optimizer"]["param_groups"][0].get("step", 0)))
+    return {"model": chunks, "optimizer": parts, "step": step}
 
 
 @cache
@@ -126,12 +151,21 @@ def _write_in_process() -> None:
     import_quietly("megatron.core.dist_checkpointing.strategies.torch").FileSystemWriterAsync = Writer
 
 
-def _state(model: Model, optimizer: Optimizer, *, loading: bool) -> dict[str, Any]:
-    """What is written, or to be filled, in megatron-core's words."""
-    sharding = dict(SHARDING)  # megatron-core adds process groups to it
-    found: dict[str, Any] = {
-        f"model{number}": chunk.sharded_state_dict(metadata=sharding) for number, chunk in enumerate(model.chunks)
-    }
-    weights = {"model": found["model0"]} if len(model.chunks) == 1 else dict(found)
-    found["optimizer"] = optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=sharding)
-    return found
+@contextmanager
+def _without_gaps(part: Any) -> Generator[None]:
+    """Inside, an optimizer's parameters are where they are in a copy of its buffers that lacks the padding behind each
+    bucket: megatron-core (0.16.1) makes such a copy, but looks at the places in the buffers, and saves what is there
+    instead if an embedding that is tied across stages has a bucket of its own."""
+    kept = [buffer.param_index_map for buffer in part.buffers]
+    for buffer in part.buffers:
+        padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+        gaps = [0, *itertools.accumulate(padding)]
+        buffer.param_index_map = {
+            parameter: (start - gaps[bucket], end - gaps[bucket], bucket)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, places in zip(part.buffers, kept, strict=True):
+            buffer.param_index_map = places

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncrlhf.errors import ConfigError
 
 __all__ = (
+    "BACKENDS",
     "World",
     "gathered",
     "interface_towards",
