@@ -11,13 +11,12 @@ from pathlib import Path
 from tests.faults import scene
 from tests.faults.forks import Forks
 from tests.faults.test_local import alive, engines
-from tests.faults.test_ray import PATIENT, process
+from tests.faults.test_ray import process
 
 PROMPTS = 480
 ENGINES = ("policy/0", "critic/0", "rollout/0", "rollout/1", "reference/0", "reward/0")
 PATIENCE = 300.0
 OVERRIDES = (
-    *PATIENT,
     "groups.rollout.replicas=2",
     "limits.max_restarts=1000",
     *(f"groups.{name}.max_restarts=1000" for name in ("rollout", "reference", "reward")),

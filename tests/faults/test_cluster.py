@@ -14,7 +14,7 @@ import pytest
 from tests.faults import scene
 from tests.faults.forks import ROOT, Forks
 from tests.faults.test_local import DATA, PATIENCE
-from tests.faults.test_ray import PATIENT, process
+from tests.faults.test_ray import process
 
 pytestmark = pytest.mark.timeout(240)
 POOLS = """
@@ -93,7 +93,7 @@ def test_ranks_lie_on_one_node_or_follow_the_nodes(three: Three) -> None:
 
 def test_a_lost_node_costs_no_prompt(three: Three, forks: Forks, tmp_path: Path) -> None:
     name, run = configured(three, tmp_path, SLOW), tmp_path / "run"
-    child = forks.start(tmp_path, name, "groups.rollout.replicas=2", *PATIENT)
+    child = forks.start(tmp_path, name, "groups.rollout.replicas=2")
 
     def steps() -> int:
         return len(scene.rows(run)) if (run / "metrics.jsonl").exists() else 0

@@ -14,8 +14,6 @@ from tests.faults.forks import Child, Forks
 from tests.faults.test_local import DATA, LOCAL, PATIENCE, alive, wait_for
 
 pytestmark = pytest.mark.timeout(400)
-PATIENT = ("limits.lease_timeout=100", "limits.stall_timeout=220")
-"""A start of an actor imports torch, on a machine that may be busy with others."""
 RAY = LOCAL.replace('runtime = "local"', 'runtime = "ray"')
 
 
@@ -59,7 +57,7 @@ def test_L12_every_actor_is_killed_once_and_every_prompt_is_trained_once(forks: 
     before = left()
     text = DATA.replace('runtime = "local"', 'runtime = "ray"') + "[ray]\ninline_bytes = 0\n"
     name, run = scene.write(tmp_path, text), tmp_path / "run"
-    child = forks.start(tmp_path, name, *PATIENT)
+    child = forks.start(tmp_path, name)
     for step, engine in ((1, "rollout/0"), (4, "reference/0"), (7, "reward/0"), (11, "policy/0")):
         kill_at(child, run, step, engine)
     assert child.wait(PATIENCE) == 0, child.text
@@ -75,7 +73,7 @@ def test_L12_every_actor_is_killed_once_and_every_prompt_is_trained_once(forks: 
 def test_a_stopped_run_leaves_no_ray_behind(forks: Forks, tmp_path: Path) -> None:
     before = left()
     name, run = scene.write(tmp_path, RAY.replace("tasks:graded", "tasks:slow")), tmp_path / "run"
-    child = forks.start(tmp_path, name, *PATIENT)
+    child = forks.start(tmp_path, name)
     assert child.until(lambda: (run / "metrics.jsonl").exists() and scene.rows(run), PATIENCE)
     child.signal(signal.SIGINT)
     assert child.wait(PATIENCE) == 130
