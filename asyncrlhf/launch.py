@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -110,7 +111,11 @@ def _train(stage: Stage, signals: StopSignals) -> int:
                 ended = _session(stage, signals, restarts, resumed, runner, ended)
             except (AsyncRLHFError, OSError) as error:
                 print(f"error: the run cannot go on from {stage.directory.path}: {error}", file=sys.stderr)
-                return 1  # as summary.json says since the process was lost
+                delay = restarts.failed(time.monotonic()) if isinstance(error, ConfigError) else None
+                if delay is None or signals.received is not None:
+                    return 1  # as summary.json says since the process was lost
+                print(f"trying again in {delay:g} s", file=sys.stderr)  # a cluster may be given another node
+                time.sleep(delay)
     return ended
 
 

@@ -96,9 +96,12 @@ def _ask(config: Config, name: str, engines: Sequence[Place]) -> Ask:
     least = _least_devices(pool, wanted)
     if least > pool.devices:
         each = ", ".join(f"{group} {count}" for group, count in users.items())
+        way = "lower the parallel sizes or replicas of its groups"
+        if max(users.values()) == 1 and all(need.devices <= 1 for need in wanted):  # ranks of a model cannot share one
+            share = math.ceil(users.total() / pool.devices)
+            way = f"let engines share: pools.{name}.engines_per_device = {share}"
         raise ConfigError(
-            f"pools.{name}.devices = {pool.devices}, and its engines need {least} ({each}); raise it to {least}, or "
-            f"let engines share: pools.{name}.engines_per_device = {math.ceil(users.total() / pool.devices)}"
+            f"pools.{name}.devices = {pool.devices}, and its engines need {least} ({each}); raise it to {least}, or {way}"
         )
     return Ask(
         pool=name,

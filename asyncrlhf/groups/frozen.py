@@ -13,7 +13,7 @@ from typing import Any
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import DataLost, EngineLost, GroupError
 from asyncrlhf.groups.group import emit_busy
-from asyncrlhf.groups.ranks import start_ranks
+from asyncrlhf.groups.ranks import Ranks, start_ranks
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import EngineEvent, ParallelLayout, Rollout, TrainBatch, sequence_column
 from asyncrlhf.observe.events import Restarted
@@ -129,7 +129,9 @@ class FrozenEngine:
                 f"group {self.spec.group!r}: {verb} has not come back within {self._call_timeout} s, half of "
                 "limits.stall_timeout; its engine hangs, or the limit is too low for this model",
             )
-        except DataLost:
+        except DataLost as error:
+            if isinstance(engine.handle, Ranks) and engine.handle.closed:  # since not all of them lacked it
+                engine.lost = engine.lost or str(error)
             raise
         except EngineLost as error:
             engine.lost = engine.lost or str(error)

@@ -7,13 +7,13 @@ reach them: they get a moment to say what they know, and are then ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, EngineLost, GroupError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, DataLost, EngineLost, GroupError
 from asyncrlhf.groups.group import spawned, within
 from asyncrlhf.groups.protocols import protocol
 from asyncrlhf.messages import EngineEvent
@@ -50,6 +50,7 @@ async def start_ranks(
     starting = [spawned(runtime, spec, partial(on_events, spec.rank), seconds) for spec in specs]
     outcome = await _together(starting, patience=0.0)
     if outcome.error is not None:
+        await _end(handle for handle in outcome.results if handle is not None)
         raise outcome.error
     if len(specs) == 1:
         return outcome.results[0]
@@ -57,9 +58,18 @@ async def start_ranks(
     group = f"group {specs[0].group!r}"
     try:
         await within(seconds, ranks.join(seconds), f"{group}: the meeting of its {len(specs)} ranks")
-    except ConfigError as error:
-        raise ConfigError(f"{group}: {error}") from error
+    except BaseException as error:
+        await ranks.close(at_once=True)
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{group}: {error}") from error
+        raise
     return ranks
+
+
+async def _end(handles: Iterable[EngineHandle], *, at_once: bool = True) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for handle in handles:
+            tasks.create_task(handle.close(at_once=at_once))
 
 
 class Ranks:
@@ -73,6 +83,7 @@ class Ranks:
         if len(handles) != layout.ranks:
             raise GroupError(f"{len(handles)} engines for {layout.ranks} ranks of {layout}")
         self.layout = layout
+        self.closed = False
         self._handles = handles
         self._verbs = {verb: protocol(name) for verb, name in {**VERBS, **verbs}.items()}
 
@@ -101,9 +112,8 @@ class Ranks:
         return found.collect(self.layout, arguments, results)
 
     async def close(self, *, at_once: bool = False) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for handle in self._handles:
-                tasks.create_task(handle.close(at_once=at_once))
+        self.closed = True
+        await _end(self._handles, at_once=at_once)
 
     async def _ask(self, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = [handle.call(verb, *own) for handle, own in zip(self._handles, arguments, strict=True)]
@@ -111,9 +121,10 @@ class Ranks:
         error = outcome.error
         if error is None:
             return outcome.results
-        if outcome.missing or isinstance(error, GroupError):
+        same_for_all = len(outcome.errors) == len(calls) and all(isinstance(e, DataLost) for e in outcome.errors)
+        if outcome.missing or (isinstance(error, GroupError) and not same_for_all):
             await self.close(at_once=True)
-        if outcome.missing and not isinstance(error, GroupError):
+        if outcome.missing and not isinstance(error, EngineLost):
             where = f"group {self.spec.group!r}: {verb} of ranks {outcome.missing} was still open {PATIENCE:g} s after"
             raise EngineLost(f"{where} another had failed: {error}") from error
         raise error

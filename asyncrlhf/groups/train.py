@@ -36,7 +36,7 @@ __all__ = ("CriticGroup", "PolicyGroup", "TrainGroup")
 
 
 class TrainGroup(Group):
-    """A trained model. One engine, or several ranks that work as one; its requests run one after another."""
+    """A trained model. One engine, or several ranks that work as one, which take requests one after another."""
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class TrainGroup(Group):
         self._runtime = runtime
         self._engine: EngineHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
+        self._older: asyncio.Task[None] | None = None
         self._newest: asyncio.Task[None] | None = None
         self._free_since = 0.0
         self._needs_proximal = needs_proximal
@@ -123,11 +124,11 @@ class TrainGroup(Group):
     # ---- control lane ------------------------------------------------------------------------------------------
     async def export(self, version: int) -> WeightHandle:
         """Weights where followers can read them. Raises PublishRefused."""
-        return await self._call("export", version)
+        return await self._call("export", version, after=self._newest)
 
     async def save(self, directory: Path) -> None:
         """Write the model as a Hugging Face directory, and beside it what the next optimizer step depends on."""
-        await self._call("save_model", directory)
+        await self._call("save_model", directory, after=self._newest)
         await self._call("save_state", directory)
 
     async def load(self, directory: Path) -> None:
@@ -157,21 +158,32 @@ class TrainGroup(Group):
             await super().serve()
 
     async def handle(self, requests: list[Request]) -> None:
-        """Sends the engine a request while it is at the one before: it works on them in order, and waits for nobody in
-        between."""
+        """Sends the engine a request while it is at the one before, and no more: it works on them in order, and waits
+        for nobody in between."""
         assert self._tasks is not None
         for request in requests:
+            if self._older is not None:
+                await asyncio.wait([self._older])
             name = f"{self.name}: {request.verb}"
+            self._older = self._newest
             self._newest = self._tasks.create_task(self._one(request, self._newest), name=name)
 
     async def _one(self, request: Request, before: asyncio.Task[None] | None) -> None:
-        if request.reply.done():
-            return  # cancelled before it was sent
-        sent = self.log.elapsed()
-        try:
-            result = await self._call(request.verb, *request.arguments, after=before)
-        except AsyncRLHFError as error:
-            refuse(request, error)
+        """Answered after the request `before`: if the engine fails, whoever it failed hears of it first."""
+        sent, cancelled = self.log.elapsed(), request.reply.done()
+        result: Any = None
+        failure: AsyncRLHFError | None = None
+        if not cancelled:
+            try:
+                result = await self._call(request.verb, *request.arguments, after=before)
+            except AsyncRLHFError as error:
+                failure = error
+        if before is not None:
+            await asyncio.wait([before])
+        if cancelled:
+            return
+        if failure is not None:
+            refuse(request, failure)
             return
         now = self.log.elapsed()
         if request.verb == "step":

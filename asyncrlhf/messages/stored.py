@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrlhf.messages.batch import Array, ArrayColumn, Column, Joined, Level
 
-__all__ = ("Lot", "Numbers", "Stored", "StoredColumn", "column_of", "fetch", "sequence_column", "total")
+__all__ = ("Lot", "Stored", "StoredColumn", "column_of", "fetch", "sequence_column", "total")
 
 LotType = TypeVar("LotType", bound="Lot")
 
@@ -58,9 +58,6 @@ class Stored(Sequence[float]):
 
     def values(self) -> tuple[float, ...]:
         return tuple(fetch([self])[0].tolist())
-
-
-Numbers = tuple[float, ...] | list[float] | Array | Stored
 
 
 def fetch(columns: Iterable[Stored]) -> list[Array]:

@@ -93,9 +93,11 @@ def _alone(ask: Ask, nodes: Sequence[Node], where: str) -> str:
     if not fitting:
         needs = amounts({"device": ask.engine_devices, "core": ask.engine_cores})
         largest = max(theirs, key=lambda node: (node.devices, node.cores))
+        has = amounts({"device": largest.devices, "core": largest.cores})
+        wide = ask.engine_devices > largest.devices + ROUNDING
         return (
             f"pools.{ask.pool}: an engine needs {needs} of one node, and no node of {where} has them: the largest has "
-            f"{amounts({'device': largest.devices, 'core': largest.cores})}; lower pools.{ask.pool}.cores, or add nodes"
+            f"{has}; lower {'its parallel size' if wide else f'pools.{ask.pool}.cores'}, or add nodes"
         )
     return ""
 

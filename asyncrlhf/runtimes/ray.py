@@ -207,16 +207,17 @@ class ActorEngine:
                     if said.kind == "ended":
                         self._ended.set()
                         return
-        except RayActorError as error:
+        except Exception as error:  # the actor has ended, what it said is lost, or it cannot be unpickled here
             self._ended.set()
             if not self.calls.ended:
-                words = " ".join(str(error).split())
+                words = " ".join(f"{type(error).__name__}: {error}".split())
                 quoted = last_lines(self._log, self._log_start)
                 lost = EngineLost(
                     f"group {self.spec.group!r}, rank {self.spec.rank}: actor of process {self._pid} is lost: {words}. "
                     f"{self._log} says last:{quoted}"
                 )
                 self._loop.call_soon(self.calls.fail, lost)
+                _kill(self.actor)
 
     def _hear(self, said: Said) -> None:
         match said.kind:

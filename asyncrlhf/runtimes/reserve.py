@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class Reservation:
     """The placement groups of a run."""
 
     def __init__(self, pools: Sequence[Ask], patience: float) -> None:
-        self._pools, self._patience = pools, patience
+        self._pools, self._patience, self._deadline = pools, patience, 0.0
         self._bundles: dict[tuple[str, int], tuple[PlacementGroup, int]] = {}
         self._groups: list[PlacementGroup] = []
 
@@ -37,6 +38,7 @@ class Reservation:
         """Reserve all that they need, or nothing. Raises ConfigError: the cluster has less, or less is free."""
         if problem := shortage(self._pools, cluster_nodes(), "the cluster"):
             raise ConfigError(problem)
+        self._deadline = time.monotonic() + self._patience
         groups: dict[tuple[str, int], list[Place]] = {}
         for place in places:
             need = place.needs
@@ -75,8 +77,8 @@ class Reservation:
         needs = [place.needs for place in engines if place.needs is not None]
         group = None
         if len(engines) > 1 and _fit_on_one(needs):
-            group = self._placed(needs, "STRICT_PACK", self._patience / 2)
-        group = group or self._placed(needs, "PACK", self._patience)
+            group = self._placed(needs, "STRICT_PACK", (self._deadline - time.monotonic()) / 2)
+        group = group or self._placed(needs, "PACK", self._deadline - time.monotonic())
         if group is None:
             raise ConfigError(self._not_free(engines, needs))
         nodes: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
@@ -96,7 +98,7 @@ class Reservation:
         except ValueError as error:
             raise ConfigError(f"pools.{needs[0].pool}: Ray refuses it: {error}") from error
         self._groups.append(group)
-        if group.wait(math.ceil(seconds)):
+        if group.wait(max(1, math.ceil(seconds))):
             return group
         remove_placement_group(group)
         self._groups.remove(group)

@@ -19,7 +19,7 @@ import torch
 from ray.exceptions import RayError
 from torch import Tensor
 
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.errors import GroupError
 
 __all__ = ("ObjectTransfer",)
 
@@ -52,7 +52,8 @@ class ObjectTransfer:
         return {"version": version, "buckets": references, "layouts": layouts}
 
     def receive(self, payload: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in place, to be read and not written. Raises PublishRefused if they are gone."""
+        """The tensors in place, to be read and not written. Raises GroupError if they do not arrive, for
+        which the engine is fenced; if the trainer has ended, its own loss ends the session."""
         references, layouts = payload["buckets"], payload["layouts"]
         for number, layout in enumerate(layouts):
             ahead = references[number : number + 2]
@@ -60,8 +61,8 @@ class ObjectTransfer:
             try:
                 arrays: list[Any] = ray.get(references[number], timeout=TIMEOUT)
             except (RayError, TimeoutError) as error:
-                first = str(error).partition("\n")[0]
-                raise PublishRefused(f"weights of version {payload['version']} are gone: {first}") from error
+                first = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise GroupError(f"weights of version {payload['version']} have not arrived: {first}") from error
             for (name, dtype, shape), array in zip(layout, arrays, strict=True):
                 yield name, _view(array, getattr(torch, dtype), shape)
 

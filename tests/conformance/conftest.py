@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -27,5 +29,10 @@ def ray_here(ray_cluster: Any) -> str:
     import ray
 
     if not ray.is_initialized():
-        ray.init(address=ray_cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(
+            address=ray_cluster.address,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}},
+        )
     return ray_cluster.address

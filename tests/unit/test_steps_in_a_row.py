@@ -14,7 +14,7 @@ import pytest
 from asyncrlhf import ops
 from asyncrlhf.abc import EngineSpec, OnEvents
 from asyncrlhf.algorithm import gather
-from asyncrlhf.errors import EngineLost
+from asyncrlhf.errors import EngineLost, GroupError
 from asyncrlhf.groups import PolicyGroup
 from asyncrlhf.messages import ArrayColumn, StepResult, TrainBatch
 from asyncrlhf.observe import Event, EventLog, OptimizerStep
@@ -35,7 +35,7 @@ class Slow:
     address = "127.0.0.1"
 
     def __init__(self, spec: EngineSpec, seconds: float) -> None:
-        self.spec, self.seconds, self.closed = spec, seconds, False
+        self.spec, self.seconds, self.closed = spec, seconds, asyncio.Event()
         self.received: list[int] = []
         """First row of every batch, as they came."""
         self.done = 0
@@ -45,14 +45,22 @@ class Slow:
         return self
 
     async def close(self, *, at_once: bool = False) -> None:
-        self.closed = True
+        self.closed.set()
 
     async def call(self, verb: str, batch: TrainBatch, *arguments: Any) -> StepResult:
         self.received.append(batch.rows[0])
+        work, end = asyncio.create_task(self._work()), asyncio.create_task(self.closed.wait())
+        await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            raise GroupError("the engine has been closed")
+        end.cancel()
+        return StepResult(applied=True)
+
+    async def _work(self) -> None:
         async with self._turn:
             await asyncio.sleep(self.seconds)
         self.done += 1
-        return StepResult(applied=True)
 
 
 @asynccontextmanager
@@ -86,8 +94,9 @@ async def test_the_engine_gets_them_in_order_and_before_it_is_done() -> None:
     async with started(seconds=2.0, limit=100.0) as (group, engine, seen):
         asked = asyncio.create_task(gather(*(group.step(part, AnyLoss()) for part in parts(4))))
         await settle()
-        assert (engine.received, engine.done) == ([0, 1, 2, 3], 0)
+        assert (engine.received, engine.done) == ([0, 1], 0)
         assert all(result.applied for result in await asked)
+    assert engine.received == [0, 1, 2, 3]
     steps = [event for event in seen if isinstance(event, OptimizerStep)]
     assert [step.optimizer_step for step in steps] == [1, 2, 3, 4]
     assert [step.seconds for step in steps] == pytest.approx([2.0] * 4)
@@ -97,13 +106,13 @@ async def test_the_engine_gets_them_in_order_and_before_it_is_done() -> None:
 async def test_each_has_its_whole_time() -> None:
     async with started(seconds=2.0, limit=3.0) as (group, engine, _):
         await gather(*(group.step(part, AnyLoss()) for part in parts(4)))
-        assert (engine.done, engine.closed) == (4, False)
+        assert (engine.done, engine.closed.is_set()) == (4, False)
 
 
 @virtual
 async def test_one_that_hangs_is_found_in_its_own_time() -> None:
     async with started(seconds=4.0, limit=3.0) as (group, engine, _):
         with pytest.raises(EngineLost, match=r"group 'policy': step has not come back within .* = 3 s"):
-            await gather(*(group.step(part, AnyLoss()) for part in parts(2)))
-        assert (engine.done, engine.closed) == (0, True)
+            await gather(*(group.step(part, AnyLoss()) for part in parts(3)))
+        assert (engine.done, engine.closed.is_set()) == (0, True)
         assert asyncio.get_running_loop().time() == pytest.approx(3.0)
