@@ -101,7 +101,8 @@ def _ask(config: Config, name: str, engines: Sequence[Place]) -> Ask:
             share = math.ceil(users.total() / pool.devices)
             way = f"let engines share: pools.{name}.engines_per_device = {share}"
         raise ConfigError(
-            f"pools.{name}.devices = {pool.devices}, and its engines need {least} ({each}); raise it to {least}, or {way}"
+            f"pools.{name}.devices = {pool.devices}, and its engines need {least} ({each}); raise it to {least}, or "
+            f"{way}"
         )
     return Ask(
         pool=name,

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents
-from asyncrlhf.errors import CheckpointError, ConfigError, EngineLost, GroupError, PublishRefused
+from asyncrlhf.errors import CheckpointError, ConfigError, DataLost, EngineLost, GroupError, PublishRefused
 from asyncrlhf.groups import PolicyGroup
+from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.protocols import Protocol
 from asyncrlhf.groups.ranks import PATIENCE, Ranks
-from asyncrlhf.messages import ParallelLayout
+from asyncrlhf.messages import ParallelLayout, TrainBatch
 from asyncrlhf.observe import EventLog
 from asyncrlhf.testing import FakeRuntime, FakeTrainerOptions
 from tests.unit.virtual import virtual
@@ -46,6 +48,20 @@ class Rank:
 
     async def close(self, *, at_once: bool = False) -> None:
         self.closed.append(at_once)
+
+
+class Joined(Rank):
+    """One that has met the others."""
+
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        return 29500 if verb in ("rendezvous", "join") else await super().call(verb, *arguments)
+
+
+def batch() -> TrainBatch:
+    """Two rows."""
+    return TrainBatch(
+        train_step=0, prompt_lengths=(1, 1), response_lengths=(2, 2), unmasked=(2, 2), rollouts=(0, 1), columns={}
+    )
 
 
 def specs(count: int) -> list[EngineSpec]:
@@ -134,6 +150,58 @@ async def test_a_rank_that_cannot_start_stops_the_start_of_the_others() -> None:
     runtime = Spawner(lambda spec: ConfigError("no such device") if spec.rank else HANGS)
     with pytest.raises(ConfigError, match="group 'policy': no such device"):
         await PolicyGroup("policy", EventLog(None), runtime, specs(2)).start()
+
+
+@virtual
+async def test_nothing_is_left_of_a_start_that_failed() -> None:
+    first = Rank(0)
+    runtime = Spawner(lambda spec: GroupError("no memory") if spec.rank else first)
+    with pytest.raises(GroupError, match="no memory"):
+        await PolicyGroup("policy", EventLog(None), runtime, specs(2)).start()
+    assert first.closed == [True]
+
+
+@virtual
+async def test_ranks_that_do_not_meet_are_ended() -> None:
+    ranks = [Rank(0, 29500), Rank(1, HANGS)]
+    group = PolicyGroup("policy", EventLog(None), Spawner(lambda spec: ranks[spec.rank]), specs(2), call_timeout=5.0)
+    with pytest.raises(GroupError, match="the meeting of its 2 ranks has not come back within .* = 5 s"):
+        await group.start()
+    assert [rank.closed for rank in ranks] == [[True], [True]]
+
+
+@virtual
+async def test_ranks_that_all_lack_what_they_were_to_read_go_on() -> None:
+    gone = DataLost("an answer is gone")
+    group, ranks = together(gone, gone)
+    with pytest.raises(DataLost):
+        await group.call("logprobs", batch())
+    assert (group.closed, [rank.closed for rank in ranks]) == (False, [[], []])
+
+
+@virtual
+async def test_ranks_of_which_one_lacks_what_it_was_to_read_are_ended() -> None:
+    group, ranks = together(HANGS, DataLost("an answer is gone"))
+    with pytest.raises(DataLost):
+        await group.call("logprobs", batch())
+    assert (group.closed, [rank.closed for rank in ranks]) == (True, [[True], [True]])
+
+
+@virtual
+async def test_a_frozen_model_of_several_ranks_starts_again_when_one_lacks_an_answer_and_reads_the_others() -> None:
+    made: list[Rank] = []
+
+    def make(spec: EngineSpec) -> Rank:
+        says = DataLost("an answer is gone") if len(made) == 1 else HANGS if not made else [np.zeros(2, np.float32)]
+        made.append(Joined(spec.rank, says))
+        return made[-1]
+
+    engine = FrozenEngine(EventLog(None), Spawner(make), *specs(2))
+    await engine.start()
+    with pytest.raises(DataLost):
+        await engine.call("logprobs", batch())
+    assert await engine.call("logprobs", batch()) == [pytest.approx([0.0, 0.0])] * 2
+    assert (len(made), engine.incarnation) == (4, 1)
 
 
 @virtual
