@@ -6,7 +6,8 @@ slices where they lie; never is more than one of them whole beside the engine's 
 readable until the next but one is put.
 
     rank r of the trainer     payload = SharedMemoryTransfer().send(7, dict(chunks.named_parameters()))
-    its group                 whole = assembled(layout, "asyncrlhf.weights.shared:SharedMemoryTransfer", 7, payloads)
+                              own = part(layout, "asyncrlhf.weights.shared:SharedMemoryTransfer", payload)
+    its group                 whole = joined(own of every rank)
                               WeightHandle(transport="asyncrlhf.weights.assemble:AssembledTransfer", payload=whole, ...)
     an engine                 for name, tensor in AssembledTransfer().receive(handle.payload): ...
 """
@@ -28,21 +29,7 @@ from asyncrlhf.weights.layout import Box, Layout, full_box
 from asyncrlhf.weights.regions import region
 from asyncrlhf.weights.shapes import Parameter
 
-__all__ = ("AssembledTransfer", "assembled")
-
-
-def assembled(layout: Layout, transport: str, version: int, payloads: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """One payload of those that the ranks of `layout` have put, in its order, through `transport` ("module:Class")."""
-    if len(payloads) != len(layout.holdings):
-        raise PublishRefused(
-            f"version {version}: {len(payloads)} of {len(layout.holdings)} ranks have put their weights"
-        )
-    return {
-        "version": version,
-        "transport": transport,
-        "layout": msgspec.msgpack.encode(layout),
-        "shards": tuple(payloads),
-    }
+__all__ = ("AssembledTransfer",)
 
 
 class AssembledTransfer:

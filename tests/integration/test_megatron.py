@@ -91,7 +91,7 @@ def test_experts_may_be_spread_over_data_parallel_ranks(crew: Crew, tmp_path: Pa
     model, batch = make_model(tmp_path / "experts", **EXPERTS), make_batch()
     crew.become(model, data_parallel=2, expert_parallel=2, transport=SHARED)
     check_parity(crew, batch, reference(model, batch))
-    published = crew.call("read", crew.call("export", 1).payload)
+    published = crew.call("read", crew.call("export", 1))
     assert {name: weight.shape for name, weight in published.items()} == {
         name: tuple(weight.shape) for name, weight in weights(trainer(model)).items()
     }
@@ -188,7 +188,7 @@ def test_n16_transformers_reads_what_is_saved(crew: Crew, model: str, batch: Tra
 def test_weights_are_published_whole_and_refused_when_not_finite(crew: Crew, model: str, batch: TrainBatch) -> None:
     crew.become(model, tensor_parallel=2, transport=SHARED).step(batch, PPOLoss())
     handle = crew.call("export", 1)
-    found = {name: torch.from_numpy(weight) for name, weight in crew.call("read", handle.payload).items()}
+    found = {name: torch.from_numpy(weight) for name, weight in crew.call("read", handle).items()}
     assert distance(found, crew.weights()) == 0
     assert checksum(found) == handle.checksum
     assert handle.changed

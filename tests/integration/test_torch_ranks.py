@@ -269,7 +269,7 @@ def test_what_ranks_publish_and_write_is_the_model(crew: Crew, tmp_path: Path, t
     handle = crew.call("export", 1)
     assert handle.changed
     assert handle.checksum != first.checksum
-    read = {name: torch.from_numpy(array) for name, array in crew.call("read", handle.payload).items()}
+    read = {name: torch.from_numpy(array) for name, array in crew.call("read", handle).items()}
     assert checksum(read) == handle.checksum
     assert distance(crew.weights(), read) == 0
     assert not crew.call("export", 2).changed

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.testing.conformance import WEIGHT_TRANSFER, TransferSubject
-from asyncrlhf.weights.assemble import AssembledTransfer, assembled
+from asyncrlhf.weights.assemble import AssembledTransfer
 from asyncrlhf.weights.inproc import InprocTransfer
 from asyncrlhf.weights.layout import Holding, Layout, LocalTensor, Place, Slice, places
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
+from asyncrlhf.weights.parts import assembled
 from asyncrlhf.weights.plan import make_plan
 from asyncrlhf.weights.shapes import ModelShape, Parameter, Part
 from asyncrlhf.weights.shared import SharedMemoryTransfer
@@ -122,7 +123,7 @@ class OneRank:
 
 @pytest.mark.parametrize("check", WEIGHT_TRANSFER, ids=lambda check: check.__name__)
 def test_it_is_a_weight_transfer(check: Any) -> None:
-    check(TransferSubject(make=OneRank, weights=tensors, change=overwrite, equal=same_bytes))
+    check(TransferSubject(make=OneRank, weights=tensors, change=overwrite, equal=same_bytes, weight=torch.randn))
 
 
 def test_a_checkpoint_is_written_by_all_ranks_in_about_equal_parts() -> None:
