@@ -16,6 +16,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algorithms.ppo import PPOLoss
+from asyncrlhf.backends.torch.model import Model
+from asyncrlhf.backends.torch.replica import Replica
 from asyncrlhf.backends.torch.train import TorchTrainer
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import ArrayColumn, TrainBatch, pack
@@ -196,6 +198,25 @@ def test_weights_are_published_whole_and_refused_when_not_finite(crew: Crew, mod
     crew.call("damage", "linear_fc2.weight")
     with pytest.raises(PublishRefused, match="8 parameters that are not finite"):
         crew.call("export", 3)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "data"])
+def test_a_sampler_has_the_weights_of_all_ranks_bit_by_bit(
+    crew: Crew, model: str, batch: TrainBatch, layout: str
+) -> None:
+    follower = Model(model, device="cpu")
+    replica = Replica(follower, SHARED)
+    crew.become(model, transport=SHARED, **LAYOUTS[layout])
+    for version in range(3):
+        handle = crew.call("export", version)
+        replica.prepare(handle)
+        assert replica.commit(version)
+        ours = {name: parameter.detach() for name, parameter in follower.parameters().items()}
+        assert distance(ours, crew.weights()) == 0
+        parts = handle.payload["shards"]
+        assert len(parts) == 2
+        assert max(part["size"] for part in parts) < 0.7 * handle.byte_count, "no rank has put the whole model"
+        crew.step(batch, PPOLoss())
 
 
 def test_the_probe_is_that_of_the_torch_engine(crew: Crew, model: str) -> None:

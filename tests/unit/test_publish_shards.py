@@ -22,8 +22,10 @@ from asyncrlhf.weights.layout import Layout, full_box, places, without_replicas
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
 from asyncrlhf.weights.parts import joined
 from asyncrlhf.weights.publish import ShardPublisher
+from asyncrlhf.weights.regions import allocate
+from asyncrlhf.weights.shapes import ModelShape
 from asyncrlhf.weights.torch_layout import fsdp_layout, replicated_layout
-from tests.integration.reshard_scene import DENSE, MIXTURE, SOURCES, held, same_bits, weights
+from tests.integration.reshard_scene import DENSE, MIXTURE, SOURCES, MemoryTaken, held, same_bits, weights
 
 INPROC = "asyncrlhf.weights.inproc:InprocTransfer"
 
@@ -43,12 +45,8 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
     boxes = [full_box(shape)]
     for dim, cut in enumerate(cuts[: len(shape)]):
         at = min(cut, shape[dim])
-        boxes = [
-            (*box[:dim], side, *box[dim + 1 :])
-            for box in boxes
-            for side in ((0, at), (at, shape[dim]))
-            if side[0] < side[1]
-        ]
+        sides = [side for side in ((0, at), (at, shape[dim])) if side[0] < side[1]]
+        boxes = [(*box[:dim], side, *box[dim + 1 :]) for box in boxes for side in sides]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checksums, "BLOCK", block)
         checksums._weights.cache_clear()
@@ -61,10 +59,8 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
 def test_checksums_are_what_they_were() -> None:
     """Of a checkpoint, say, written before; also with a whole block and a rest."""
     assert tensor_checksum(torch.arange(5.0)) == 5850125558293328863
-    assert (
-        tensor_checksum(torch.arange(300_000, dtype=torch.float32).to(torch.bfloat16).view(1000, 300))
-        == 15993060726213556091
-    )
+    large = torch.arange(300_000, dtype=torch.float32).to(torch.bfloat16).view(1000, 300)
+    assert tensor_checksum(large) == 15993060726213556091
 
 
 class Trainer:
@@ -127,15 +123,15 @@ def test_what_ranks_put_is_the_model_with_its_checksum(name: str) -> None:
 def test_every_part_is_sent_once_by_ranks_that_share_the_work() -> None:
     layout = megatron_layout(DENSE, MegatronParallel(tensor=2), places(8))
     sent = [
-        sum(math_bytes(layout, piece.parameter, piece.box) for piece in holding.slices)
+        sum(bytes_of(layout, piece.parameter, piece.box) for piece in holding.slices)
         for holding in without_replicas(layout).holdings
     ]
     assert sum(sent) == sum(parameter.byte_count for parameter in layout.parameters.values())
-    largest = max(math_bytes(layout, piece.parameter, piece.box) for piece in layout.holdings[0].slices)
+    largest = max(bytes_of(layout, piece.parameter, piece.box) for piece in layout.holdings[0].slices)
     assert max(sent) - min(sent) <= 2 * largest
 
 
-def math_bytes(layout: Layout, parameter: str, box: tuple[tuple[int, int], ...]) -> int:
+def bytes_of(layout: Layout, parameter: str, box: tuple[tuple[int, int], ...]) -> int:
     count = torch.Size([high - low for low, high in box]).numel()
     whole = layout.parameters[parameter]
     return whole.byte_count * count // torch.Size(whole.shape).numel()
@@ -181,3 +177,16 @@ def test_parts_of_different_weights_are_not_joined() -> None:
     with pytest.raises(PublishRefused, match="rank 0 has put version 0 .* rank 1 version 1"):
         joined([first[0], second[1]])
     assert ParallelLayout(data=2).ranks == len(joined(second).payload["shards"])
+
+
+def test_a_rank_holds_its_part_and_no_more_whatever_the_model() -> None:
+    """Of a model of 60 MB."""
+    shape = ModelShape(hidden=512, layers=4, heads=8, kv_heads=2, head_dim=64, ff=1536, vocab=8000, dtype="float32")
+    layout = megatron_layout(shape, MegatronParallel(tensor=2), places(2))
+    own = allocate(layout.holdings[0])
+    path = "asyncrlhf.weights.shared:SharedMemoryTransfer"
+    rank = ShardPublisher(path, layout, 0, lambda said: [said])
+    with MemoryTaken() as taken:
+        handle = rank.export(0, own, lambda: None)
+    assert taken.peak <= 2 * max(tensor.nbytes for tensor in own.values())
+    assert handle.payload["shards"][0]["size"] < 0.51 * handle.byte_count
