@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrlhf.errors import PublishRefused
-from asyncrlhf.messages import ParallelLayout, Probe, WeightHandle, import_object
+from asyncrlhf.messages import ParallelLayout, WeightHandle, import_object
 from asyncrlhf.weights import checksum as checksums
 from asyncrlhf.weights.checksum import checksum, partial_checksum, tensor_checksum
 from asyncrlhf.weights.inproc import InprocTransfer
@@ -25,7 +23,16 @@ from asyncrlhf.weights.publish import ShardPublisher
 from asyncrlhf.weights.regions import allocate
 from asyncrlhf.weights.shapes import ModelShape
 from asyncrlhf.weights.torch_layout import fsdp_layout, replicated_layout
-from tests.integration.reshard_scene import DENSE, MIXTURE, SOURCES, MemoryTaken, held, same_bits, weights
+from tests.integration.reshard_scene import (
+    DENSE,
+    MIXTURE,
+    PROBE,
+    SOURCES,
+    MemoryTaken,
+    ShardTrainer,
+    same_bits,
+    weights,
+)
 
 INPROC = "asyncrlhf.weights.inproc:InprocTransfer"
 
@@ -63,42 +70,6 @@ def test_checksums_are_what_they_were() -> None:
     assert tensor_checksum(large) == 15993060726213556091
 
 
-class Trainer:
-    """Ranks in threads that hold the parts of `layout`."""
-
-    def __init__(self, layout: Layout, transport: str = INPROC) -> None:
-        self.layout, self.size = layout, len(layout.holdings)
-        self._barrier, self._said = threading.Barrier(self.size), [None] * self.size
-        self.ranks = [ShardPublisher(transport, layout, rank, self._everyones(rank)) for rank in range(self.size)]
-
-    def _everyones(self, rank: int) -> Callable[[Any], list[Any]]:
-        def everyones(own: Any) -> list[Any]:
-            self._said[rank] = own
-            self._barrier.wait(30)
-            found = list(self._said)
-            self._barrier.wait(30)
-            return found
-
-        return everyones
-
-    def export(self, version: int, model: Mapping[str, Tensor]) -> list[WeightHandle]:
-        """Every rank's handle; a rank's error otherwise."""
-        with ThreadPoolExecutor(self.size) as pool:
-            calls = [
-                pool.submit(rank.export, version, held(holding, dict(model)), probe)
-                for rank, holding in zip(self.ranks, self.layout.holdings, strict=True)
-            ]
-        errors = [call.exception() for call in calls]
-        if any(errors):
-            assert all(isinstance(error, PublishRefused) for error in errors), "all ranks hear of it"
-            raise next(error for error in errors if error)
-        return [call.result() for call in calls]
-
-
-def probe() -> Probe:
-    return Probe(token_ids=(1, 2), logprobs=(-0.5,))
-
-
 def received(handle: WeightHandle) -> dict[str, Tensor]:
     return dict(import_object(handle.transport)().receive(handle.payload))
 
@@ -108,7 +79,7 @@ def test_what_ranks_put_is_the_model_with_its_checksum(name: str) -> None:
     shape, parallel = SOURCES.get(name, (MIXTURE if name == "fsdp" else DENSE, None))
     kinds = {"fsdp": lambda: fsdp_layout(shape, places(3)), "ddp": lambda: replicated_layout(shape, places(2))}
     layout = kinds[name]() if parallel is None else megatron_layout(shape, parallel, places(4))
-    trainer = Trainer(layout)
+    trainer = ShardTrainer(layout)
     for version in range(3):
         model = weights(shape, min(version, 1))
         handles = trainer.export(version, model)
@@ -117,7 +88,7 @@ def test_what_ranks_put_is_the_model_with_its_checksum(name: str) -> None:
         assert handle.checksum == checksum(model)
         assert handle.byte_count == sum(tensor.nbytes for tensor in model.values())
         assert {each.changed for each in handles} == {version < 2}
-        assert handle.probe == probe()
+        assert handle.probe == PROBE
 
 
 def test_every_part_is_sent_once_by_ranks_that_share_the_work() -> None:
@@ -154,7 +125,7 @@ class Fails(InprocTransfer):
 
 def test_a_rank_that_cannot_put_its_part_leaves_the_old_version_readable() -> None:
     Fails.made = 0
-    trainer = Trainer(fsdp_layout(DENSE, places(2)), f"{__name__}:Fails")
+    trainer = ShardTrainer(fsdp_layout(DENSE, places(2)), f"{__name__}:Fails")
     first = joined(trainer.export(0, weights(DENSE, 0)))
     with pytest.raises(PublishRefused, match="version 1 could not be put .*rank 1: OSError: no space left on device"):
         trainer.export(1, weights(DENSE, 1))
@@ -165,14 +136,14 @@ def test_a_rank_that_cannot_put_its_part_leaves_the_old_version_readable() -> No
 
 
 def test_a_number_that_is_not_finite_is_refused_by_all_ranks_whoever_has_it() -> None:
-    trainer, model = Trainer(fsdp_layout(DENSE, places(2))), weights(DENSE, 0)
+    trainer, model = ShardTrainer(fsdp_layout(DENSE, places(2))), weights(DENSE, 0)
     next(reversed(model.values())).view(-1)[-1] = float("nan")
     with pytest.raises(PublishRefused, match="version 4 has 1 parameters that are not finite"):
         trainer.export(4, model)
 
 
 def test_parts_of_different_weights_are_not_joined() -> None:
-    trainer = Trainer(fsdp_layout(DENSE, places(2)))
+    trainer = ShardTrainer(fsdp_layout(DENSE, places(2)))
     first, second = trainer.export(0, weights(DENSE, 0)), trainer.export(1, weights(DENSE, 1))
     with pytest.raises(PublishRefused, match="rank 0 has put version 0 .* rank 1 version 1"):
         joined([first[0], second[1]])
