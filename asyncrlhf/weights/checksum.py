@@ -59,7 +59,7 @@ def partial_checksum(tensor: Tensor, box: Sequence[tuple[int, int]], shape: Sequ
 
     def add(part: Tensor, factors: Tensor, first: int, count: int = 1) -> None:
         """`count` rows for as many blocks, or all of `part` for the one block."""
-        products = part.to(torch.int64) * factors
+        products = part.to(torch.int64, copy=True).mul_(factors)
         sums.append(products.sum(1) if count > 1 else products.sum().view(1))
         blocks.extend(range(first, first + count))
 

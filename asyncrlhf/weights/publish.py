@@ -30,6 +30,10 @@ class ShardPublisher:
         self._layout, self._rank, self._everyones = without_replicas(layout), rank, everyones
         self._path, self._sender = transport, import_object(transport)()
         self._holding = self._layout.holdings[rank]
+        order = {name: number for number, name in enumerate(self._layout.parameters)}
+        slices = sorted(self._holding.slices, key=lambda piece: order[piece.parameter])
+        self._names = tuple(dict.fromkeys(piece.tensor for piece in slices))
+        """Tensors that this rank puts, in the order in which they will be read."""
         self._exported: tuple[int, Mapping[str, Any], Probe | None] | None = None
 
     def export(self, version: int, tensors: Mapping[str, Tensor], probe: Callable[[], Probe | None]) -> WeightHandle:
@@ -74,7 +78,7 @@ class ShardPublisher:
     def _put(self, version: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
         own, problem = {}, ""
         try:
-            own = self._sender.send(version, {name: self._local(tensors, name) for name in self._holding.tensors})
+            own = self._sender.send(version, {name: self._local(tensors, name) for name in self._names})
         except Exception as error:  # whatever a transport raises: the other ranks must hear of it
             problem = f"rank {self._rank}: {type(error).__name__}: {error}"
         if problem := next(filter(None, self._everyones(problem)), ""):
