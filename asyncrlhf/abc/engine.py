@@ -68,8 +68,8 @@ class TrainEngine(ScoreEngine):
     """A model being trained, or one of several ranks of it, which are asked for everything together.
 
     What a verb gets and gives on each rank is its transfer protocol's to say (groups/ranks.py): `step`, `logprobs` and
-    `scores` see the rank's own rows, maybe none; all others the whole, and what rank 0 gives counts, or of `export` what
-    all give, if each has put a part of the weights (weights/parts.py).
+    `scores` see the rank's own rows, maybe none; all others the whole, and what rank 0 gives counts. Of `export`
+    what all give counts, if each has put a part of the weights (weights/parts.py).
     """
 
     def rendezvous(self, host: str, ranks: int) -> int:
