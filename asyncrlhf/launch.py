@@ -27,6 +27,7 @@ from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_pools
 from asyncrlhf.session import Session
 from asyncrlhf.stages import Stage, prepare
+from asyncrlhf.weights.preview import plan_lines
 
 __all__ = ("check", "run")
 
@@ -42,8 +43,9 @@ def check(config: Config) -> str:
         max_staleness=config.max_staleness,
         engines=stage.wiring.engines.values(),
     )
+    moved = plan_lines(stage.wiring.engines)
     advice = [f"warning: {text}" for text in warnings(facts)]
-    return f"{stage.text}\n" + "\n".join([*derive(config).lines(), *pool_lines(config, engines), *advice])
+    return f"{stage.text}\n" + "\n".join([*derive(config).lines(), *pool_lines(config, engines), *moved, *advice])
 
 
 def run(config: Config) -> int:

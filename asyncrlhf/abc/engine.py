@@ -79,7 +79,8 @@ class RewardEngine(Engine, ABC):
 
 
 class TrainEngine(ScoreEngine):
-    """A model being trained."""
+    """A model being trained. Of what its ranks give for `export` all counts, if each has put a part of the weights
+    (weights/parts.py)."""
 
     @abstractmethod
     def step(self, batch: TrainBatch, loss: Packed) -> StepResult:

@@ -14,12 +14,14 @@ from typing import Any, cast
 from asyncrlhf.errors import ConfigError, GroupError
 from asyncrlhf.messages import Packed, TrainBatch, import_object
 from asyncrlhf.messages.layout import ParallelLayout
+from asyncrlhf.weights.parts import joined
 
 __all__ = (
     "PROTOCOLS",
     "Arguments",
     "Protocol",
     "all_to_all",
+    "announce",
     "broadcast",
     "lead",
     "micro_data_parallel",
@@ -147,6 +149,10 @@ def _first(layout: ParallelLayout, arguments: Arguments, results: Sequence[Any])
     return results[0]
 
 
+def _announced(layout: ParallelLayout, arguments: Arguments, results: Sequence[Any]) -> Any:
+    return joined(results)
+
+
 def _distribute_3d(layout: ParallelLayout, arguments: Arguments) -> list[Arguments]:
     parts = _parts(arguments, _split(arguments, layout.data))
     return [parts[layout.place(rank).data] for rank in range(layout.ranks)]
@@ -215,6 +221,8 @@ broadcast = Protocol(_same, _all)
 """All ranks get everything; the caller gets every rank's result."""
 lead = Protocol(_same, _first)
 """All ranks get everything and work together; rank 0 has the result."""
+announce = Protocol(_same, _announced)
+"""All ranks get everything and put their parts of the weights; the caller gets one WeightHandle for all of them."""
 three_d = Protocol(_distribute_3d, _collect_3d)
 """Each data parallel copy gets its rows, all ranks of a copy the same; results come from the last stage of each. With
 tensor, context and pipeline sizes of 1 this is plain data parallelism."""
@@ -226,6 +234,7 @@ all_to_all = Protocol(_distribute_transposed, _all)
 PROTOCOLS: Mapping[str, Protocol] = {
     "broadcast": broadcast,
     "lead": lead,
+    "announce": announce,
     "data_parallel": three_d,
     "3d": three_d,
     "pipeline_only": pipeline_only,

@@ -26,7 +26,7 @@ VERBS: Mapping[str, str] = {
     "logprobs": "3d",
     "scores": "3d",
     "apply": "lead",
-    "export": "lead",
+    "export": "announce",
     "save_model": "lead",
     "save_state": "lead",
     "load_state": "lead",

@@ -6,13 +6,15 @@ slices where they lie; never is more than one of them whole beside the engine's 
 readable until the next but one is put.
 
     rank r of the trainer     payload = SharedMemoryTransfer().send(7, dict(chunks.named_parameters()))
-    its group                 whole = assembled(layout, "asyncrlhf.weights.shared:SharedMemoryTransfer", 7, payloads)
+                              own = part(layout, "asyncrlhf.weights.shared:SharedMemoryTransfer", payload)
+    its group                 whole = joined(own of every rank)
                               WeightHandle(transport="asyncrlhf.weights.assemble:AssembledTransfer", payload=whole, ...)
     an engine                 for name, tensor in AssembledTransfer().receive(handle.payload): ...
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -28,21 +30,7 @@ from asyncrlhf.weights.layout import Box, Layout, full_box
 from asyncrlhf.weights.regions import region
 from asyncrlhf.weights.shapes import Parameter
 
-__all__ = ("AssembledTransfer", "assembled")
-
-
-def assembled(layout: Layout, transport: str, version: int, payloads: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """One payload of those that the ranks of `layout` have put, in its order, through `transport` ("module:Class")."""
-    if len(payloads) != len(layout.holdings):
-        raise PublishRefused(
-            f"version {version}: {len(payloads)} of {len(layout.holdings)} ranks have put their weights"
-        )
-    return {
-        "version": version,
-        "transport": transport,
-        "layout": msgspec.msgpack.encode(layout),
-        "shards": tuple(payloads),
-    }
+__all__ = ("AssembledTransfer",)
 
 
 class AssembledTransfer:
@@ -59,9 +47,13 @@ class AssembledTransfer:
         for shard in payload["shards"]:
             if shard["version"] != payload["version"]:
                 raise PublishRefused(f"version {payload['version']} came with a part of version {shard['version']}")
-        held = [dict(transport.receive(shard)) for shard in payload["shards"]]
-        for parameter, sources in _sources(payload["layout"]):
-            yield parameter.name, _whole(parameter, sources, held)
+        sources = _sources(payload["layout"])
+        uses = Counter((source.index, source.tensor) for _, parts in sources for source in parts)
+        streams = [_Stream(index, transport.receive(shard), uses) for index, shard in enumerate(payload["shards"])]
+        for parameter, parts in sources:
+            yield parameter.name, _whole(parameter, parts, streams)
+        for stream in streams:
+            stream.end()
         for shard in payload["shards"]:
             next(iter(transport.receive(shard)), None)
 
@@ -69,6 +61,32 @@ class AssembledTransfer:
         if path not in self._transports:
             self._transports[path] = import_object(path)()
         return self._transports[path]
+
+
+class _Stream:
+    """The tensors that one rank has put, as they come: each is kept from when it arrives until its last use."""
+
+    def __init__(self, index: int, arriving: Iterator[tuple[str, Tensor]], uses: Counter[tuple[int, str]]) -> None:
+        """`uses`: how often each tensor of each rank is asked for."""
+        self._arriving = arriving
+        self._left = {name: count for (rank, name), count in uses.items() if rank == index}
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str) -> Tensor | None:
+        """None: the rank has not put it."""
+        while name not in self._kept:
+            arrived = next(self._arriving, None)
+            if arrived is None:
+                return None
+            if self._left.get(arrived[0]):
+                self._kept[arrived[0]] = arrived[1]
+        self._left[name] -= 1
+        return self._kept[name] if self._left[name] else self._kept.pop(name)
+
+    def end(self) -> None:
+        """Let the transport say whether the bytes were there to the last."""
+        for _ in self._arriving:
+            pass
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -98,13 +116,14 @@ def _sources(encoded: bytes) -> tuple[tuple[Parameter, tuple[_Source, ...]], ...
     return tuple((parameter, tuple(found[name].values())) for name, parameter in layout.parameters.items())
 
 
-def _whole(parameter: Parameter, sources: Sequence[_Source], held: Sequence[Mapping[str, Tensor]]) -> Tensor:
+def _whole(parameter: Parameter, sources: Sequence[_Source], streams: Sequence[_Stream]) -> Tensor:
     parts: list[tuple[Box, Tensor]] = []
     for source in sources:
-        if source.tensor not in held[source.index]:
+        tensor = streams[source.index].take(source.tensor)
+        if tensor is None:
             raise PublishRefused(f"{parameter.name}: rank {source.index} has put no {source.tensor}")
         lengths = tuple(high - low for low, high in source.box)
-        parts.append((source.box, region(held[source.index][source.tensor], source.offset, lengths)))
+        parts.append((source.box, region(tensor, source.offset, lengths)))
     if len(parts) == 1:
         return parts[0][1]
     full = torch.empty(parameter.shape, dtype=parts[0][1].dtype, device=parts[0][1].device)

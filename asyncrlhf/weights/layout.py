@@ -6,14 +6,26 @@ replicated or padded in some engine is then all the same to whoever moves weight
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.weights.shapes import Dtype, Parameter
+from asyncrlhf.weights.shapes import BYTES, Dtype, Parameter
 
-__all__ = ("Box", "Holding", "Layout", "LocalTensor", "Place", "Slice", "full_box", "places", "share")
+__all__ = (
+    "Box",
+    "Holding",
+    "Layout",
+    "LocalTensor",
+    "Place",
+    "Slice",
+    "full_box",
+    "places",
+    "share",
+    "without_replicas",
+)
 
 Box = tuple[tuple[int, int], ...]
 """A rectangle: (first, past the last) index in every dimension of a parameter."""
@@ -137,3 +149,36 @@ def places(count: int, *, first: int = 0, per_node: int = 0) -> tuple[Place, ...
     """Ranks `first` .. `first + count`, `per_node` on each machine; 0: all on one."""
     ranks = range(first, first + count)
     return tuple(Place(rank, str(rank // per_node) if per_node else "") for rank in ranks)
+
+
+def without_replicas(layout: Layout) -> Layout:
+    """The layout with every tensor on one rank of those that hold the same, such that all hold about as many bytes:
+    then what all ranks send is the model, once."""
+    found: dict[frozenset[tuple[str, Box]], list[tuple[int, str]]] = {}
+    pieces: dict[tuple[int, str], list[Slice]] = {}
+    for index, holding in enumerate(layout.holdings):
+        for piece in holding.slices:
+            pieces.setdefault((index, piece.tensor), []).append(piece)
+    for where, slices in pieces.items():
+        found.setdefault(frozenset((piece.parameter, piece.box) for piece in slices), []).append(where)
+    load = [0] * len(layout.holdings)
+    chosen: set[tuple[int, str]] = set()
+
+    def size(where: tuple[int, str]) -> int:
+        index, name = where
+        tensor = layout.holdings[index].tensors[name]
+        return math.prod(tensor.shape) * BYTES[tensor.dtype]
+
+    for copies in sorted(found.values(), key=lambda copies: -size(copies[0])):
+        best = min(copies, key=lambda where: load[where[0]])
+        load[best[0]] += size(best)
+        chosen.add(best)
+    holdings = tuple(
+        Holding(
+            holding.place,
+            {name: tensor for name, tensor in holding.tensors.items() if (index, name) in chosen},
+            tuple(piece for piece in holding.slices if (index, piece.tensor) in chosen),
+        )
+        for index, holding in enumerate(layout.holdings)
+    )
+    return Layout(layout.name, layout.parameters, holdings)

@@ -40,6 +40,8 @@ class Part(enum.Enum):
     GATE = "gate"
     UP = "up"
     DOWN = "down"
+    OTHER = "other"
+    """Said by an engine that knows its own parameters, and asks for no split."""
 
 
 class Parameter(Message, frozen=True):

@@ -13,7 +13,16 @@ from asyncrlhf.backends.torch.options import OptimizerOptions, TrainerOptions
 from asyncrlhf.backends.torch.train import TorchTrainer
 from asyncrlhf.backends.torch.world import gathered
 from asyncrlhf.groups.ranks import Ranks
-from asyncrlhf.messages import EngineEvent, Packed, ParallelLayout, StepResult, TrainBatch, pack
+from asyncrlhf.messages import (
+    EngineEvent,
+    Packed,
+    ParallelLayout,
+    StepResult,
+    TrainBatch,
+    WeightHandle,
+    import_object,
+    pack,
+)
 from asyncrlhf.messages.samples import Message
 from asyncrlhf.ops import Loss
 from asyncrlhf.runtimes.local import LocalRuntime
@@ -66,9 +75,10 @@ class Member(Engine):
         tensors += [tensor for own in optimizer.state.values() for tensor in own.values()]
         return sum(getattr(tensor, "_local_tensor", tensor).numel() for tensor in tensors)
 
-    def read(self, payload: Any) -> dict[str, Any]:
+    def read(self, handle: WeightHandle) -> dict[str, Any]:
         """What was published."""
-        return {name: weight.clone().numpy() for name, weight in self._trainer._transport.receive(payload)}
+        received = import_object(handle.transport)().receive(handle.payload)
+        return {name: weight.clone().numpy() for name, weight in received}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)

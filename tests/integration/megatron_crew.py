@@ -23,7 +23,17 @@ from asyncrlhf.backends.megatron.train import MegatronTrainer
 from asyncrlhf.backends.torch.options import OptimizerOptions
 from asyncrlhf.groups.protocols import Protocol, lead, three_d
 from asyncrlhf.groups.ranks import Ranks
-from asyncrlhf.messages import ArrayColumn, EngineEvent, Packed, ParallelLayout, StepResult, TrainBatch, pack
+from asyncrlhf.messages import (
+    ArrayColumn,
+    EngineEvent,
+    Packed,
+    ParallelLayout,
+    StepResult,
+    TrainBatch,
+    WeightHandle,
+    import_object,
+    pack,
+)
 from asyncrlhf.messages.samples import Message
 from asyncrlhf.ops import Loss
 from asyncrlhf.runtimes.local import LocalRuntime
@@ -129,9 +139,10 @@ class Member(Engine):
             if found.endswith(name):
                 weight.data.view(-1)[0] = float("nan")
 
-    def read(self, payload: Any) -> dict[str, Any]:
+    def read(self, handle: WeightHandle) -> dict[str, Any]:
         """What was published."""
-        return {name: weight.clone().numpy() for name, weight in self._trainer._transport.receive(payload)}
+        received = import_object(handle.transport)().receive(handle.payload)
+        return {name: weight.clone().numpy() for name, weight in received}
 
     def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         trainer = self._trainer

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,8 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import Probe, WeightHandle
 from asyncrlhf.weights.layout import Holding, Layout, places
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
+from asyncrlhf.weights.publish import ShardPublisher
 from asyncrlhf.weights.regions import allocate, dtype_of, region
 from asyncrlhf.weights.shapes import ModelShape
 from asyncrlhf.weights.torch_layout import fsdp_layout
@@ -39,6 +44,7 @@ SOURCES: Mapping[str, tuple[ModelShape, MegatronParallel]] = {
 }
 TENSOR_SIZES = (1, 2, 4)
 """Engines: tp1 x 4, tp2 x 2, tp4 x 1."""
+PROBE = Probe(token_ids=(1, 2), logprobs=(-0.5,))
 
 
 def pairs() -> Iterator[tuple[str, ModelShape, Layout, Layout, Regrouping | None]]:
@@ -122,3 +128,35 @@ class MemoryTaken(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+class ShardTrainer:
+    """Ranks in threads that hold the parts of `layout`."""
+
+    def __init__(self, layout: Layout, transport: str = "asyncrlhf.weights.inproc:InprocTransfer") -> None:
+        self.layout, self.size = layout, len(layout.holdings)
+        self._barrier, self._said = threading.Barrier(self.size), [None] * self.size
+        self.ranks = [ShardPublisher(transport, layout, rank, self._everyones(rank)) for rank in range(self.size)]
+
+    def _everyones(self, rank: int) -> Callable[[Any], list[Any]]:
+        def everyones(own: Any) -> list[Any]:
+            self._said[rank] = own
+            self._barrier.wait(30)
+            found = list(self._said)
+            self._barrier.wait(30)
+            return found
+
+        return everyones
+
+    def export(self, version: int, model: Mapping[str, Tensor]) -> list[WeightHandle]:
+        """Every rank's handle; a rank's error otherwise."""
+        with ThreadPoolExecutor(self.size) as pool:
+            calls = [
+                pool.submit(rank.export, version, held(holding, dict(model)), lambda: PROBE)
+                for rank, holding in zip(self.ranks, self.layout.holdings, strict=True)
+            ]
+        errors = [call.exception() for call in calls]
+        if any(errors):
+            assert all(isinstance(error, PublishRefused) for error in errors), "all ranks hear of it"
+            raise next(error for error in errors if error)
+        return [call.result() for call in calls]

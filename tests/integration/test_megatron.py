@@ -16,6 +16,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algorithms.ppo import PPOLoss
+from asyncrlhf.backends.torch.model import Model
+from asyncrlhf.backends.torch.replica import Replica
 from asyncrlhf.backends.torch.train import TorchTrainer
 from asyncrlhf.errors import CheckpointError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, TrainBatch, pack
@@ -91,7 +93,7 @@ def test_experts_may_be_spread_over_data_parallel_ranks(crew: Crew, tmp_path: Pa
     model, batch = make_model(tmp_path / "experts", **EXPERTS), make_batch()
     crew.become(model, data_parallel=2, expert_parallel=2, transport=SHARED)
     check_parity(crew, batch, reference(model, batch))
-    published = crew.call("read", crew.call("export", 1).payload)
+    published = crew.call("read", crew.call("export", 1))
     assert {name: weight.shape for name, weight in published.items()} == {
         name: tuple(weight.shape) for name, weight in weights(trainer(model)).items()
     }
@@ -215,7 +217,7 @@ def test_n16_transformers_reads_what_is_saved(crew: Crew, model: str, batch: Tra
 def test_weights_are_published_whole_and_refused_when_not_finite(crew: Crew, model: str, batch: TrainBatch) -> None:
     crew.become(model, tensor_parallel=2, transport=SHARED).step(batch, PPOLoss())
     handle = crew.call("export", 1)
-    found = {name: torch.from_numpy(weight) for name, weight in crew.call("read", handle.payload).items()}
+    found = {name: torch.from_numpy(weight) for name, weight in crew.call("read", handle).items()}
     assert distance(found, crew.weights()) == 0
     assert checksum(found) == handle.checksum
     assert handle.changed
@@ -223,6 +225,25 @@ def test_weights_are_published_whole_and_refused_when_not_finite(crew: Crew, mod
     crew.call("damage", "linear_fc2.weight")
     with pytest.raises(PublishRefused, match="8 parameters that are not finite"):
         crew.call("export", 3)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "data"])
+def test_a_sampler_has_the_weights_of_all_ranks_bit_by_bit(
+    crew: Crew, model: str, batch: TrainBatch, layout: str
+) -> None:
+    follower = Model(model, device="cpu")
+    replica = Replica(follower, SHARED)
+    crew.become(model, transport=SHARED, **LAYOUTS[layout])
+    for version in range(3):
+        handle = crew.call("export", version)
+        replica.prepare(handle)
+        assert replica.commit(version)
+        ours = {name: parameter.detach() for name, parameter in follower.parameters().items()}
+        assert distance(ours, crew.weights()) == 0
+        parts = handle.payload["shards"]
+        assert len(parts) == 2
+        assert max(part["size"] for part in parts) < 0.7 * handle.byte_count, "no rank has put the whole model"
+        crew.step(batch, PPOLoss())
 
 
 def test_the_probe_is_that_of_the_torch_engine(crew: Crew, model: str) -> None:

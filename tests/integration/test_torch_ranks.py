@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from algorithms.reward_model import BradleyTerryLoss
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.backends.torch.options import OptimizerOptions
 from asyncrlhf.backends.torch.probe import require_all_learn
-from asyncrlhf.errors import ConfigError, PublishRefused
+from asyncrlhf.backends.torch.replica import Replica
+from asyncrlhf.errors import ConfigError, EngineLost, PublishRefused
 from asyncrlhf.groups.protocols import shares
 from asyncrlhf.messages import ArrayColumn, TrainBatch, pack
 from asyncrlhf.ops import Loss
@@ -269,7 +272,7 @@ def test_what_ranks_publish_and_write_is_the_model(crew: Crew, tmp_path: Path, t
     handle = crew.call("export", 1)
     assert handle.changed
     assert handle.checksum != first.checksum
-    read = {name: torch.from_numpy(array) for name, array in crew.call("read", handle.payload).items()}
+    read = {name: torch.from_numpy(array) for name, array in crew.call("read", handle).items()}
     assert checksum(read) == handle.checksum
     assert distance(crew.weights(), read) == 0
     assert not crew.call("export", 2).changed
@@ -294,3 +297,28 @@ def test_n7_all_ranks_refuse_to_publish_weights_that_are_not_finite(crew: Crew, 
     with pytest.raises(PublishRefused, match="not finite"):
         crew.call("export", 1)
     crew.become(model, 2)  # all of them are still there
+
+
+def test_a_rank_that_dies_before_engines_have_read_leaves_them_the_old_weights(model: str) -> None:
+    """kill -9 between what it has put and the commit."""
+    transport = "asyncrlhf.weights.shared:SharedMemoryTransfer"
+    follower = Model(model, device="cpu")
+    replica, two = Replica(follower, transport), Crew(2)
+    try:
+        two.become(model, 2, sharding="full", transport=transport)
+        replica.prepare(two.call("export", 0))
+        replica.commit(0)
+        before = {name: parameter.detach().clone() for name, parameter in follower.parameters().items()}
+        assert distance(before, two.weights()) == 0
+        two.step(make_batch(), PolicyLoss())
+        handle = two.call("export", 1)
+        os.kill(handle.payload["shards"][1]["pid"], signal.SIGKILL)
+        with pytest.raises(EngineLost):
+            two.call("step", make_batch(), pack(PolicyLoss()))
+        with pytest.raises(PublishRefused, match="weights of version 1 are gone"):
+            replica.prepare(handle)
+        with pytest.raises(ValueError, match="without prepare"):
+            replica.commit(1)
+        assert distance(dict(follower.parameters()), before) == 0
+    finally:
+        two.close()

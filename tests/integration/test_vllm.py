@@ -16,8 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrlhf.backends.torch.shards import layout_of
 from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, GenerateRequest, Rejected, Sample, TrainBatch, WeightHandle
+from asyncrlhf.weights.parts import joined
+from tests.integration.reshard_scene import ShardTrainer
 from tests.integration.torch_sampling import Log, check
 from tests.integration.torch_scene import make_model, make_requests, trainer
 from tests.integration.vllm_host import ENGINES_ONLY, SHARED, VllmHost
@@ -58,8 +61,18 @@ def trainers(models: list[str]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def handles(trainers: list[Any]) -> list[WeightHandle]:
-    return [trainer.export(version) for version, trainer in enumerate(trainers)]
+def ranks(trainers: list[Any]) -> ShardTrainer:
+    return ShardTrainer(layout_of(trainers[1]._model.parameters(), 2), SHARED)
+
+
+@pytest.fixture(scope="module")
+def handles(trainers: list[Any], ranks: ShardTrainer) -> list[WeightHandle]:
+    """The second one comes in the parts of two ranks."""
+    first, second, third = (trainer.export(version) for version, trainer in enumerate(trainers))
+    parameters = trainers[1]._model.parameters()
+    parts = joined(ranks.export(1, {name: parameter.detach() for name, parameter in parameters.items()}))
+    assert parts.checksum == second.checksum
+    return [first, msgspec.structs.replace(parts, probe=second.probe), third]
 
 
 def batch(requests: list[GenerateRequest], samples: dict[str, Sample]) -> TrainBatch:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from asyncrlhf import ops
 from asyncrlhf.errors import ConfigError, GroupError
 from asyncrlhf.groups.protocols import LOPSIDED, PROTOCOLS, Protocol, micro_data_parallel, protocol, shares
-from asyncrlhf.messages import ArrayColumn, ParallelLayout, StepResult, TrainBatch, pack
+from asyncrlhf.messages import ArrayColumn, ParallelLayout, StepResult, TrainBatch, WeightHandle, pack
 from asyncrlhf.messages.layout import Coordinates
+from asyncrlhf.weights.parts import ASSEMBLED
 
 
 class TokenLoss(ops.Loss, frozen=True):
@@ -178,6 +179,20 @@ def test_micro_data_parallel_copies_hold_every_generation_place_once(
         speaks = place.tensor // wide == 0 and place.pipeline // deep == p_g - 1
         results.append([row if speaks else "somebody else's" for row in rows_of(part)])
     assert found.collect(layout, (batch,), results) == list(range(len(batch)))
+
+
+def test_ranks_announce_their_parts_as_one_and_a_rank_that_has_put_all_speaks_for_all() -> None:
+    def handle(transport: str, payload: dict[str, Any]) -> WeightHandle:
+        return WeightHandle(
+            version=3, checksum=7, changed=True, byte_count=8, transport=transport, payload=payload, probe=None
+        )
+
+    found, layout = PROTOCOLS["announce"], ParallelLayout(tensor=2)
+    assert found.distribute(layout, (3,)) == [(3,), (3,)]
+    parts = [handle(ASSEMBLED, {"version": 3, "layout": b"", "shards": (rank,)}) for rank in range(2)]
+    assert found.collect(layout, (3,), parts).payload == {"version": 3, "layout": b"", "shards": (0, 1)}
+    whole = [handle("a:B", {"version": 3}), handle("a:B", {})]
+    assert found.collect(layout, (3,), whole) is whole[0]
 
 
 def test_micro_data_parallel_refuses_sizes_that_do_not_divide() -> None:

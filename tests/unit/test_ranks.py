@@ -85,8 +85,8 @@ async def test_ranks_meet_at_a_port_of_rank_0() -> None:
 @virtual
 async def test_rank_0_speaks_for_all_and_a_verb_without_a_protocol_is_refused() -> None:
     group, ranks = together("the handle", None)
-    assert await group.call("export", 3) == "the handle"
-    assert [rank.heard for rank in ranks] == [[("export", 3)]] * 2
+    assert await group.call("apply", 3) == "the handle"
+    assert [rank.heard for rank in ranks] == [[("apply", 3)]] * 2
     with pytest.raises(GroupError, match="'dance' has no transfer protocol; give Ranks one beside step"):
         await group.call("dance")
     with pytest.raises(GroupError, match="2 engines for 3 ranks"):

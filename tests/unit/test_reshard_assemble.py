@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -10,16 +11,17 @@ from torch import Tensor
 
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.testing.conformance import WEIGHT_TRANSFER, TransferSubject
-from asyncrlhf.weights.assemble import AssembledTransfer, assembled
+from asyncrlhf.weights.assemble import AssembledTransfer
 from asyncrlhf.weights.inproc import InprocTransfer
 from asyncrlhf.weights.layout import Holding, Layout, LocalTensor, Place, Slice, places
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
+from asyncrlhf.weights.parts import assembled, joined
 from asyncrlhf.weights.plan import make_plan
 from asyncrlhf.weights.shapes import ModelShape, Parameter, Part
 from asyncrlhf.weights.shared import SharedMemoryTransfer
 from asyncrlhf.weights.torch_layout import checkpoint_layout, fsdp_layout, replicated_layout
 from tests.conformance.test_weight_transfer import overwrite, same_bytes, tensors
-from tests.integration.reshard_scene import DENSE, MIXTURE, SOURCES, MemoryTaken, held, same_bits, weights
+from tests.integration.reshard_scene import DENSE, MIXTURE, SOURCES, MemoryTaken, ShardTrainer, held, same_bits, weights
 from tests.unit.reshard_scene import full, require_exact
 
 TRANSPORTS = {
@@ -62,6 +64,33 @@ def test_one_parameter_is_whole_at_a_time() -> None:
             pass
     largest = max(parameter.byte_count for parameter in shape.parameters())
     assert largest <= taken.peak <= 2 * largest
+
+
+class Watched(InprocTransfer):
+    """Counts what has been taken of all that was put."""
+
+    taken = 0
+
+    def receive(self, payload: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in super().receive(payload):
+            Watched.taken += 1
+            yield name, tensor
+
+
+def test_parts_are_taken_as_they_are_needed() -> None:
+    """So that of what lies on another machine little is here at a time."""
+    shape, parallel = SOURCES["tp2pp2"]
+    ranks = ShardTrainer(megatron_layout(shape, parallel, places(4)), f"{__name__}:Watched")
+    handle = joined(ranks.export(0, weights(shape, 1)))
+    taken: dict[str, int] = {}
+    Watched.taken = 0
+    for name, _ in AssembledTransfer().receive(handle.payload):
+        taken[name] = Watched.taken
+    before_layer = [taken[f"model.layers.{layer}.input_layernorm.weight"] for layer in range(shape.layers)]
+    whole = max(taken.values())
+    assert before_layer == sorted(before_layer)
+    assert before_layer[0] < whole / shape.layers
+    assert before_layer[2] < 0.75 * whole
 
 
 @transports
@@ -122,7 +151,7 @@ class OneRank:
 
 @pytest.mark.parametrize("check", WEIGHT_TRANSFER, ids=lambda check: check.__name__)
 def test_it_is_a_weight_transfer(check: Any) -> None:
-    check(TransferSubject(make=OneRank, weights=tensors, change=overwrite, equal=same_bytes))
+    check(TransferSubject(make=OneRank, weights=tensors, change=overwrite, equal=same_bytes, weight=torch.randn))
 
 
 def test_a_checkpoint_is_written_by_all_ranks_in_about_equal_parts() -> None:

@@ -19,7 +19,7 @@ from asyncrlhf.backends.megatron.families import Piece
 from asyncrlhf.backends.megatron.model import Model
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("Catalogue", "Reader", "load", "put_together", "stack_experts", "weights_of")
+__all__ = ("Catalogue", "Reader", "fused", "load", "put_together", "weights_of")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -51,7 +51,7 @@ class Reader:
         """The piece's part of its tensor. Raises ConfigError if there is none."""
         name, expert = piece.name, None
         if name not in self._files:
-            name, expert = _fused(piece.name)
+            name, expert = fused(piece.name)
         if name not in self._files:
             raise ConfigError(
                 f"model = {str(self._directory)!r} lacks weight {piece.name!r}; give the directory of a model with all "
@@ -72,7 +72,7 @@ class Reader:
         return self._open[name]
 
 
-def _fused(name: str) -> tuple[str, int | None]:
+def fused(name: str) -> tuple[str, int | None]:
     """(name, expert) where all experts of a layer are one tensor."""
     before, found, after = name.partition(".experts.")
     number, _, kind = after.partition(".")
@@ -98,6 +98,18 @@ def _local(parameter: Tensor, piece: Piece) -> Tensor:
     return parameter.narrow(piece.dim, piece.local, piece.stop - piece.start)
 
 
+class Held(NamedTuple):
+    """A parameter of some rank, and where it lies in Hugging Face tensors."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+    def shape_of(self, piece: Piece) -> tuple[int, ...]:
+        """Of the part that a piece means."""
+        return (*self.shape[: piece.dim], piece.stop - piece.start, *self.shape[piece.dim + 1 :])
+
+
 class Source(NamedTuple):
     """A part of a Hugging Face tensor that some rank has."""
 
@@ -113,17 +125,20 @@ class Catalogue:
         self._world = model.standing.world
         self._own: dict[tuple[str, int, int], tuple[str, Piece]] = {}
         """(tensor, start, stop) -> (parameter, piece) of this rank."""
-        own: list[tuple[Piece, tuple[int, ...]]] = []
+        own: list[Held] = []
         for name, parameter, pieces in model.parameters():
+            own.append(Held(name, tuple(parameter.shape), pieces))
             for piece in pieces:
                 self._own[piece.name, piece.start, piece.stop] = name, piece
-                own.append((piece, tuple(_local(parameter, piece).shape)))
+        self.held = self._world.everyones(own)
+        """By rank."""
         self._sources: dict[str, dict[tuple[int, int], Source]] = {}
-        for rank, parts in enumerate(self._world.everyones(own)):
-            for piece, shape in parts:
-                self._sources.setdefault(piece.name, {}).setdefault(
-                    (piece.start, piece.stop), Source(rank, piece, shape)
-                )
+        for rank, parts in enumerate(self.held):
+            for part in parts:
+                for piece in part.pieces:
+                    self._sources.setdefault(piece.name, {}).setdefault(
+                        (piece.start, piece.stop), Source(rank, piece, part.shape_of(piece))
+                    )
         self.names = sorted(self._sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -173,28 +188,6 @@ def put_together(
             found.narrow(source.piece.dim, source.piece.start, source.piece.stop - source.piece.start).copy_(part)
         if found is not None:
             yield name, found
-
-
-def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face tensors as transformers has them in memory: all experts of a layer in one, gate above up."""
-    found: dict[str, Tensor] = {}
-    experts: dict[str, dict[str, list[Tensor]]] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: _expert_order(item[0])):
-        fused, expert = _fused(name)
-        if expert is None:
-            found[name] = tensor
-            continue
-        before = fused.rpartition(".")[0]
-        experts.setdefault(before, {}).setdefault(name.rpartition(".weight")[0].rpartition(".")[2], []).append(tensor)
-    for before, kinds in experts.items():
-        gate_up = zip(kinds["gate_proj"], kinds["up_proj"], strict=True)
-        found[f"{before}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in gate_up])
-        found[f"{before}.down_proj"] = torch.stack(kinds["down_proj"])
-    return found
-
-
-def _expert_order(name: str) -> int:
-    return _fused(name)[1] or 0
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,21 +14,21 @@ from torch import Tensor
 from asyncrlhf.abc import TrainEngine
 from asyncrlhf.backends.megatron import cpu
 from asyncrlhf.backends.megatron.engine import MegatronEngine
-from asyncrlhf.backends.megatron.exchange import Catalogue, put_together, stack_experts, weights_of
+from asyncrlhf.backends.megatron.exchange import Catalogue, weights_of
 from asyncrlhf.backends.megatron.microbatch import MicroBatch
 from asyncrlhf.backends.megatron.optimizer import Optimizer
 from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.megatron.probe import likely_tokens, probe
+from asyncrlhf.backends.megatron.shards import layout_of
 from asyncrlhf.backends.megatron.state import load_state, save_model, save_state
 from asyncrlhf.backends.torch.data import Rows, split_by_row
 from asyncrlhf.backends.torch.measure import Measures
 from asyncrlhf.backends.torch.objective import Counts, Objective
 from asyncrlhf.backends.torch.world import World
-from asyncrlhf.errors import PublishRefused
 from asyncrlhf.groups.protocols import shares
-from asyncrlhf.messages import Array, Packed, Probe, StepResult, TrainBatch, WeightHandle, import_object, unpack
+from asyncrlhf.messages import Array, Packed, Probe, StepResult, TrainBatch, WeightHandle, unpack
 from asyncrlhf.ops import Loss, TokenStats, Transform
-from asyncrlhf.weights.checksum import checksum
+from asyncrlhf.weights.publish import ShardPublisher
 
 __all__ = ("MegatronTrainer",)
 
@@ -42,10 +41,9 @@ class MegatronTrainer(MegatronEngine, TrainEngine):
 
     _optimizer: Optimizer
     _catalogue: Catalogue
+    _publisher: ShardPublisher
 
     def __init__(self, options: MegatronOptions) -> None:
-        self._transport = import_object(options.transport)()
-        self._exported: tuple[int, Mapping[str, Any], Probe | None] | None = None
         self._probed: tuple[int, ...] = ()
         self._stepped_in = -1
         super().__init__(options)
@@ -56,6 +54,8 @@ class MegatronTrainer(MegatronEngine, TrainEngine):
             self._model.wrap()
             self._optimizer = Optimizer(self._model, self.options.optimizer)
         self._catalogue = Catalogue(self._model)
+        layout = layout_of(self._catalogue, self.options.dtype)
+        self._publisher = ShardPublisher(self.options.transport, layout, world.rank, world.everyones)
 
     def step(self, batch: TrainBatch, loss: Packed) -> StepResult:
         """One optimizer step; see TrainEngine. Raises ConfigError for reduction "constant" without
@@ -124,30 +124,8 @@ class MegatronTrainer(MegatronEngine, TrainEngine):
         return TokenStats(logprobs=values.new_empty(0), values=values)
 
     def export(self, version: int) -> WeightHandle:
-        """The weights are put together on rank 0, in its main memory, which the transport reads them from."""
-        world, own = self._standing.world, weights_of(self._model)
-        bad = [name for name, weight in own.items() if not bool(weight.isfinite().all())]
-        if bad := [name for names in world.everyones(bad) for name in names]:
-            raise PublishRefused(
-                f"version {version} has {len(bad)} parameters that are not finite, among them {bad[0]!r}; the weights "
-                "published before stay in use. Lower the learning rate or max_grad_norm"
-            )
-        weights = stack_experts(dict(put_together(self._catalogue, world.rank, own, lambda _: 0)))
-        digest = world.first(0 if world.rank else checksum(weights))
-        changed = self._exported is None or self._exported[0] != digest
-        if changed:
-            payload = {} if world.rank else self._transport.send(version, weights)
-            self._exported = digest, payload, self._probe()
-        assert self._exported is not None
-        return WeightHandle(
-            version=version,
-            checksum=digest,
-            changed=changed,
-            byte_count=sum(weight.nbytes for weight in weights.values()),
-            transport=self.options.transport,
-            payload=self._exported[1],
-            probe=self._exported[2],
-        )
+        """Every rank puts its part where engines read it."""
+        return self._publisher.export(version, weights_of(self._model), self._probe)
 
     def _probe(self) -> Probe | None:
         """What the model says about tokens that it found likely when it was first exported: log-probs of likely tokens

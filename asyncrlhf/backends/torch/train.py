@@ -24,6 +24,7 @@ from asyncrlhf.backends.torch.options import OptimizerOptions as OptimizerOption
 from asyncrlhf.backends.torch.options import TrainerOptions
 from asyncrlhf.backends.torch.probe import require_all_learn, require_layout_works
 from asyncrlhf.backends.torch.score import response_logprobs, response_scores
+from asyncrlhf.backends.torch.shards import layout_of, local_parts
 from asyncrlhf.backends.torch.state import load_state, save_model, save_state
 from asyncrlhf.backends.torch.world import meet, open_store, own_device
 from asyncrlhf.errors import PublishRefused
@@ -31,6 +32,7 @@ from asyncrlhf.groups.protocols import shares
 from asyncrlhf.messages import Array, Packed, Probe, StepResult, TrainBatch, WeightHandle, import_object, unpack
 from asyncrlhf.ops import Loss, TokenStats, Transform
 from asyncrlhf.weights.checksum import checksum
+from asyncrlhf.weights.publish import ShardPublisher
 
 __all__ = ("OptimizerOptions", "TorchTrainer", "TrainerOptions")
 
@@ -44,6 +46,8 @@ class TorchTrainer(TorchEngine, TrainEngine):
     Options = TrainerOptions
     _optimizer: Optimizer
     _store: Any = None
+    _publisher: ShardPublisher | None = None
+    """Where ranks keep parts of the parameters."""
 
     def __init__(self, options: TrainerOptions) -> None:
         self.options = options
@@ -74,7 +78,11 @@ class TorchTrainer(TorchEngine, TrainEngine):
         """Raises ConfigError if ranks have to share a GPU."""
         device = own_device(self._model.device, rank)
         world = meet(self._store, host, port, rank, ranks, device, timeout)
-        self._model.spread(world, device, sharded=self.options.sharding == "full")
+        sharded = self.options.sharding == "full"
+        self._model.spread(world, device, sharded=sharded)
+        if sharded:
+            layout = layout_of(self._model.parameters(), ranks)
+            self._publisher = ShardPublisher(self.options.transport, layout, rank, world.everyones)
         self._begin()
 
     def _begin(self) -> None:
@@ -144,7 +152,10 @@ class TorchTrainer(TorchEngine, TrainEngine):
         }
 
     def export(self, version: int) -> WeightHandle:
-        world, weights = self._model.world, self._model.whole()
+        world = self._model.world
+        if self._publisher is not None:
+            return self._publisher.export(version, local_parts(self._model.parameters()), self._probe)
+        weights = self._model.whole()
         bad = [] if world.rank or _finite(weights) else [n for n, weight in weights.items() if not _finite({n: weight})]
         if bad := world.first(bad):
             raise PublishRefused(

@@ -136,7 +136,7 @@ class VllmSampler(GenerateEngine):
 
     def _within_reach(self, weights: WeightHandle) -> WeightHandle:
         """Weights that processes which vLLM has started can read, too: Ray, say, does not know them."""
-        if self.options.tensor_parallel == 1 or weights.transport == RELAY:
+        if self.options.tensor_parallel == 1 or RELAY in (weights.transport, weights.payload.get("transport")):
             return weights
         received = dict(import_object(weights.transport)().receive(weights.payload))
         payload = self._relay.send(weights.version, received)

@@ -1,0 +1,92 @@
+"""Publishing the weights of ranks that hold them in parts: every rank puts its own where engines read them, and none
+ever has more than that.
+
+The ranks ask for it together, and wait for the slowest. Each part goes out once, from one of the ranks that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import Probe, WeightHandle, import_object
+from asyncrlhf.weights.checksum import combine, partial_checksum
+from asyncrlhf.weights.layout import Layout, without_replicas
+from asyncrlhf.weights.parts import ASSEMBLED, part
+from asyncrlhf.weights.regions import region
+
+__all__ = ("ShardPublisher",)
+
+
+class ShardPublisher:
+    """One rank's side of a trainer's publishing."""
+
+    def __init__(self, transport: str, layout: Layout, rank: int, everyones: Callable[[Any], list[Any]]) -> None:
+        """`transport`: import path of the WeightTransfer that carries the parts. `layout`: where the ranks, in their
+        order, have them. `everyones`: gives what each rank brings, by rank."""
+        self._layout, self._rank, self._everyones = without_replicas(layout), rank, everyones
+        self._path, self._sender = transport, import_object(transport)()
+        self._holding = self._layout.holdings[rank]
+        order = {name: number for number, name in enumerate(self._layout.parameters)}
+        slices = sorted(self._holding.slices, key=lambda piece: order[piece.parameter])
+        self._names = tuple(dict.fromkeys(piece.tensor for piece in slices))
+        """Tensors that this rank puts, in the order in which they will be read."""
+        self._exported: tuple[int, Mapping[str, Any], Probe | None] | None = None
+
+    def export(self, version: int, tensors: Mapping[str, Tensor], probe: Callable[[], Probe | None]) -> WeightHandle:
+        """Put this rank's part of `tensors`, which are all that it has, by their names in the layout; `probe` is asked
+        when they have changed. Raises PublishRefused, on all ranks, if a number is not finite or a rank cannot put its
+        part; what was put before can still be read."""
+        digest = self._checksum(version, tensors)
+        changed = self._exported is None or self._exported[0] != digest
+        if changed:
+            self._exported = digest, self._put(version, tensors), probe()
+        assert self._exported is not None
+        return WeightHandle(
+            version=version,
+            checksum=digest,
+            changed=changed,
+            byte_count=sum(parameter.byte_count for parameter in self._layout.parameters.values()),
+            transport=ASSEMBLED,
+            payload=self._exported[1],
+            probe=self._exported[2],
+        )
+
+    def _checksum(self, version: int, tensors: Mapping[str, Tensor]) -> int:
+        """That of the whole parameters, to which every rank adds what it sends."""
+        bad = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+        own: dict[str, int] = {}
+        for piece in () if bad else self._holding.slices:
+            found = region(self._local(tensors, piece.tensor), piece.offset, tuple(b - a for a, b in piece.box))
+            added = partial_checksum(found, piece.box, self._layout.parameters[piece.parameter].shape)
+            own[piece.parameter] = own.get(piece.parameter, 0) + added
+        said = self._everyones((bad, own))
+        if bad := [name for names, _ in said for name in names]:
+            raise PublishRefused(
+                f"version {version} has {len(bad)} parameters that are not finite, among them {bad[0]!r}; the weights "
+                "published before stay in use. Lower the learning rate or max_grad_norm"
+            )
+        sums = dict.fromkeys(self._layout.parameters, 0)
+        for _, parts in said:
+            for name, added in parts.items():
+                sums[name] = (sums[name] + added) % (1 << 64)
+        return combine(sums.items())
+
+    def _put(self, version: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        own, problem = {}, ""
+        try:
+            own = self._sender.send(version, {name: self._local(tensors, name) for name in self._names})
+        except Exception as error:  # whatever a transport raises: the other ranks must hear of it
+            problem = f"rank {self._rank}: {type(error).__name__}: {error}"
+        if problem := next(filter(None, self._everyones(problem)), ""):
+            raise PublishRefused(
+                f"version {version} could not be put where engines read it, {problem}; the weights published before "
+                "stay in use"
+            )
+        return part(self._layout, self._path, version, own)
+
+    def _local(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+        return tensors[name].detach().view(self._holding.tensors[name].shape)

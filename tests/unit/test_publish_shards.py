@@ -1,0 +1,163 @@
+"""Weights that ranks put part by part: the checksum of the whole, each part once, and one announcement for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import ParallelLayout, WeightHandle, import_object
+from asyncrlhf.weights import checksum as checksums
+from asyncrlhf.weights.checksum import checksum, partial_checksum, tensor_checksum
+from asyncrlhf.weights.inproc import InprocTransfer
+from asyncrlhf.weights.layout import Layout, full_box, places, without_replicas
+from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
+from asyncrlhf.weights.parts import joined
+from asyncrlhf.weights.publish import ShardPublisher
+from asyncrlhf.weights.regions import allocate
+from asyncrlhf.weights.shapes import ModelShape
+from asyncrlhf.weights.torch_layout import fsdp_layout, replicated_layout
+from tests.integration.reshard_scene import (
+    DENSE,
+    MIXTURE,
+    PROBE,
+    SOURCES,
+    MemoryTaken,
+    ShardTrainer,
+    same_bits,
+    weights,
+)
+
+INPROC = "asyncrlhf.weights.inproc:InprocTransfer"
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    block=st.sampled_from([4, 7, 16, 1 << 10]),
+)
+@settings(max_examples=200)
+def test_a_checksum_is_the_sum_of_those_of_parts(
+    shape: list[int], cuts: list[int], dtype: torch.dtype, block: int
+) -> None:
+    """In blocks so small that rows cross their ends."""
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    boxes = [full_box(shape)]
+    for dim, cut in enumerate(cuts[: len(shape)]):
+        at = min(cut, shape[dim])
+        sides = [side for side in ((0, at), (at, shape[dim])) if side[0] < side[1]]
+        boxes = [(*box[:dim], side, *box[dim + 1 :]) for box in boxes for side in sides]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checksums, "BLOCK", block)
+        checksums._weights.cache_clear()
+        parts = [partial_checksum(whole[tuple(slice(*side) for side in box)], box, shape) for box in boxes]
+        expected = tensor_checksum(whole)
+    checksums._weights.cache_clear()
+    assert sum(parts) % (1 << 64) == expected
+
+
+def test_checksums_are_what_they_were() -> None:
+    """Of a checkpoint, say, written before; also with a whole block and a rest."""
+    assert tensor_checksum(torch.arange(5.0)) == 5850125558293328863
+    large = torch.arange(300_000, dtype=torch.float32).to(torch.bfloat16).view(1000, 300)
+    assert tensor_checksum(large) == 15993060726213556091
+
+
+def received(handle: WeightHandle) -> dict[str, Tensor]:
+    return dict(import_object(handle.transport)().receive(handle.payload))
+
+
+@pytest.mark.parametrize("name", [*SOURCES, "fsdp", "ddp"])
+def test_what_ranks_put_is_the_model_with_its_checksum(name: str) -> None:
+    shape, parallel = SOURCES.get(name, (MIXTURE if name == "fsdp" else DENSE, None))
+    kinds = {"fsdp": lambda: fsdp_layout(shape, places(3)), "ddp": lambda: replicated_layout(shape, places(2))}
+    layout = kinds[name]() if parallel is None else megatron_layout(shape, parallel, places(4))
+    trainer = ShardTrainer(layout)
+    for version in range(3):
+        model = weights(shape, min(version, 1))
+        handles = trainer.export(version, model)
+        handle = joined(handles)
+        assert same_bits(received(handle), model)
+        assert handle.checksum == checksum(model)
+        assert handle.byte_count == sum(tensor.nbytes for tensor in model.values())
+        assert {each.changed for each in handles} == {version < 2}
+        assert handle.probe == PROBE
+
+
+def test_every_part_is_sent_once_by_ranks_that_share_the_work() -> None:
+    layout = megatron_layout(DENSE, MegatronParallel(tensor=2), places(8))
+    sent = [
+        sum(bytes_of(layout, piece.parameter, piece.box) for piece in holding.slices)
+        for holding in without_replicas(layout).holdings
+    ]
+    assert sum(sent) == sum(parameter.byte_count for parameter in layout.parameters.values())
+    largest = max(bytes_of(layout, piece.parameter, piece.box) for piece in layout.holdings[0].slices)
+    assert max(sent) - min(sent) <= 2 * largest
+
+
+def bytes_of(layout: Layout, parameter: str, box: tuple[tuple[int, int], ...]) -> int:
+    count = torch.Size([high - low for low, high in box]).numel()
+    whole = layout.parameters[parameter]
+    return whole.byte_count * count // torch.Size(whole.shape).numel()
+
+
+class Fails(InprocTransfer):
+    """Has no memory for version 1 on the rank that is made second."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, Fails.made = Fails.made, Fails.made + 1
+
+    def send(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        if (version, self.number) == (1, 1):
+            raise OSError("no space left on device")
+        return super().send(version, weights)
+
+
+def test_a_rank_that_cannot_put_its_part_leaves_the_old_version_readable() -> None:
+    Fails.made = 0
+    trainer = ShardTrainer(fsdp_layout(DENSE, places(2)), f"{__name__}:Fails")
+    first = joined(trainer.export(0, weights(DENSE, 0)))
+    with pytest.raises(PublishRefused, match="version 1 could not be put .*rank 1: OSError: no space left on device"):
+        trainer.export(1, weights(DENSE, 1))
+    assert same_bits(received(first), weights(DENSE, 0))
+    again = joined(trainer.export(2, weights(DENSE, 1)))
+    assert again.changed
+    assert same_bits(received(again), weights(DENSE, 1))
+
+
+def test_a_number_that_is_not_finite_is_refused_by_all_ranks_whoever_has_it() -> None:
+    trainer, model = ShardTrainer(fsdp_layout(DENSE, places(2))), weights(DENSE, 0)
+    next(reversed(model.values())).view(-1)[-1] = float("nan")
+    with pytest.raises(PublishRefused, match="version 4 has 1 parameters that are not finite"):
+        trainer.export(4, model)
+
+
+def test_parts_of_different_weights_are_not_joined() -> None:
+    trainer = ShardTrainer(fsdp_layout(DENSE, places(2)))
+    first, second = trainer.export(0, weights(DENSE, 0)), trainer.export(1, weights(DENSE, 1))
+    with pytest.raises(PublishRefused, match="rank 0 has put version 0 .* rank 1 version 1"):
+        joined([first[0], second[1]])
+    assert ParallelLayout(data=2).ranks == len(joined(second).payload["shards"])
+
+
+def test_a_rank_holds_its_part_and_no_more_whatever_the_model() -> None:
+    """Of a model of 60 MB."""
+    shape = ModelShape(hidden=512, layers=4, heads=8, kv_heads=2, head_dim=64, ff=1536, vocab=8000, dtype="float32")
+    layout = megatron_layout(shape, MegatronParallel(tensor=2), places(2))
+    own = allocate(layout.holdings[0])
+    path = "asyncrlhf.weights.shared:SharedMemoryTransfer"
+    rank = ShardPublisher(path, layout, 0, lambda said: [said])
+    with MemoryTaken() as taken:
+        handle = rank.export(0, own, lambda: None)
+    assert taken.peak <= 2 * max(tensor.nbytes for tensor in own.values())
+    assert handle.payload["shards"][0]["size"] < 0.51 * handle.byte_count
