@@ -172,6 +172,36 @@ def test_answers_wait_for_room_in_the_kv_cache(
         check(modules, request, samples[request.request_id])
 
 
+@pytest.mark.parametrize("kv", ["rebuild", "keep"])
+def test_a_probe_waits_for_no_answer_although_the_kv_cache_is_full(
+    host: VllmHost, models: list[str], modules: list[Any], handles: list[WeightHandle], kv: str
+) -> None:
+    """Four answers of a block each where four blocks fit, and two more that wait."""
+    token = 2 * 2 * 32 * 4
+    engine = host.make(models[0], slots=6, max_sequence_tokens=2 * BLOCK, kv_cache_bytes=5 * BLOCK * token)
+    log = Log(engine)
+    log.publish(handles[0], 0)
+    requests = [
+        msgspec.structs.replace(request, prompt_token_ids=long_prompt(BLOCK - 40 - i))
+        for i, request in enumerate(make_requests(6, max_tokens=30, stops=()))
+    ]
+    log.take(engine.add(requests))
+    for _ in range(3):
+        log.take(engine.step())
+    assert len(log.reported) == 4
+    log.publish(handles[1], 1, kv)
+    assert handles[1].probe is not None
+    np.testing.assert_allclose(engine.probe(handles[1].probe.token_ids), handles[1].probe.logprobs, atol=1e-5)
+    log.take(engine.step())
+    assert not log.samples
+    log.run([])
+    assert len(log.samples) == 6
+    for request in requests:
+        sample = log.samples[request.request_id]
+        if kv == "rebuild" or not any(segment.kv_mixed for segment in sample.segments):
+            check(modules, request, sample)
+
+
 def test_a_probe_may_be_longer_than_any_answer(host: VllmHost, models: list[str], handles: list[WeightHandle]) -> None:
     engine = host.make(models[0], max_sequence_tokens=6)
     Log(engine).publish(handles[0], 0)

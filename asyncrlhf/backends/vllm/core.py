@@ -22,6 +22,7 @@ from vllm.model_executor.models.registry import ModelRegistry  # isort: skip
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest  # isort: skip
 from vllm.v1.engine.core import EngineCore  # isort: skip
 from vllm.v1.executor import Executor  # isort: skip
+from vllm.v1.request import RequestStatus  # isort: skip
 
 __all__ = ("Core",)
 
@@ -68,6 +69,7 @@ class Core:
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
             async_scheduling=False,
+            scheduling_policy="priority",  # of a probe; answers have one priority, and go in the order they came
             disable_log_stats=True,
             use_tqdm_on_load=False,
             worker_extension_cls=WORKER,
@@ -83,18 +85,22 @@ class Core:
     def has_requests(self) -> bool:
         return self._core.scheduler.has_requests()
 
-    def add(self, tokens: Sequence[int], params: SamplingParams, salt: str) -> str:
-        """Queue a request; cached prefixes are shared between requests of the same `salt`. Gives its id."""
+    def add(self, tokens: Sequence[int], params: SamplingParams, salt: str, *, first: bool = False) -> str:
+        """Queue a request; cached prefixes are shared between requests of the same `salt`. Gives its id.
+
+        `first`: it stands ahead of all requests that wait, those that were interrupted included."""
+        number = next(self._numbers)
         request = EngineCoreRequest(
-            request_id=str(next(self._numbers)),
+            request_id=str(number),
             prompt_token_ids=list(tokens),
             mm_features=None,
             sampling_params=params,
             pooling_params=None,
-            arrival_time=0.0,
+            arrival_time=float(number),
             lora_request=None,
             cache_salt=salt,
             data_parallel_rank=None,
+            priority=-1 if first else 0,
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
         return request.request_id
@@ -104,6 +110,10 @@ class Core:
         outputs, executed = self._core.step()
         self._core.post_step(executed)
         return outputs[0].outputs if 0 in outputs else ()
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request that has not finished has got no room in the KV cache, or in a forward, so far."""
+        return self._core.scheduler.requests[request_id].status != RequestStatus.RUNNING
 
     def abort(self, ids: Iterable[str]) -> None:
         self._core.abort_requests(list(ids))
