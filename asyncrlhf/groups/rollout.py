@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import AsyncRLHFError, GroupError, SampleError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, GroupError, SampleError
 from asyncrlhf.groups.answers import Replica as Replica
 from asyncrlhf.groups.answers import Sampling as Sampling
 from asyncrlhf.groups.answers import Task
@@ -190,12 +190,17 @@ class RolloutGroup(Group):
 
     async def restart(self, replica: Replica, delay: float) -> None:
         """A fresh engine in a fenced one's place, after `delay` seconds; it serves once the coordinator has it joined.
-        Raises GroupError."""
+        Raises GroupError, also for what would be a ConfigError at the start of a run: the configuration has served
+        before, so that the machine is to blame (memory that the engine before has not given back yet), and may recover.
+        """
         old, replica.handle = replica.handle, None
         if old is not None:
             await old.close()
         await asyncio.sleep(delay)
-        await self.spawn(replica)
+        try:
+            await self.spawn(replica)
+        except ConfigError as error:
+            raise GroupError(str(error)) from error
         self.emit(Restarted(group=self.name, rank=replica.spec.rank, incarnation=replica.incarnation))
 
     # ---- the actor -----------------------------------------------------------------------------------------------

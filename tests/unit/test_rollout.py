@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents
-from asyncrlhf.errors import GroupError, SampleError
+from asyncrlhf.errors import ConfigError, GroupError, SampleError
 from asyncrlhf.groups.answers import Sampling, answer_seed
 from asyncrlhf.groups.rollout import LAST_WORDS, Replica, RolloutGroup
 from asyncrlhf.messages import (
@@ -82,6 +82,8 @@ class Books:
 class Scene:
     def __init__(self, replicas: int, answers: int, least: int | None) -> None:
         self.engines: list[Silent] = []
+        self.refusal: ConfigError | None = None
+        """Of the next engine to be spawned."""
         self.books = Books()
         self.failures: list[tuple[str, str]] = []
         specs = [
@@ -103,6 +105,9 @@ class Scene:
         self.group.on_failure = lambda replica, reason: self.failures.append((replica.key, reason))
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
+        refusal, self.refusal = self.refusal, None
+        if refusal is not None:
+            raise refusal
         self.engines.append(Silent(spec, on_events))
         return self.engines[-1]
 
@@ -371,6 +376,21 @@ async def test_an_engine_that_fails_a_call_is_reported_once() -> None:
         await settle()
         assert scene.failures == [("rollout/0", "it broke")]
         rollout.cancel()
+
+
+@virtual
+async def test_what_is_no_configuration_at_a_start_is_a_failure_like_others_at_a_restart() -> None:
+    async with group() as scene:
+        (replica,) = scene.group.replicas
+        scene.group.fence(replica)
+        scene.refusal = ConfigError("free memory is less than desired")
+        with pytest.raises(GroupError, match="group 'rollout': free memory is less than desired"):
+            await scene.group.restart(replica, 0.0)
+        await scene.group.restart(replica, 0.0)
+        assert len(scene.engines) == 2
+        scene.refusal = ConfigError("no such model")
+        with pytest.raises(ConfigError, match="group 'rollout': no such model"):
+            await scene.group.spawn(replica)
 
 
 @virtual
