@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,11 +19,13 @@ from asyncrlhf.messages import (
     Failed,
     Finished,
     GenerateRequest,
+    Probe,
     Progress,
     Prompt,
     Rejected,
     Sample,
     Segment,
+    WeightHandle,
 )
 from asyncrlhf.observe import EventLog
 from asyncrlhf.testing import FakeSamplerOptions
@@ -391,6 +394,27 @@ async def test_what_is_no_configuration_at_a_start_is_a_failure_like_others_at_a
         scene.refusal = ConfigError("no such model")
         with pytest.raises(ConfigError, match="group 'rollout': no such model"):
             await scene.group.spawn(replica)
+
+
+@virtual
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("said", [math.nan, -math.inf])
+async def test_a_probe_that_is_not_finite_anywhere_is_no_small_gap(place: int, said: float) -> None:
+    expected = (-1.0, -2.0, -3.0)
+    weights = WeightHandle(
+        version=1,
+        checksum=0,
+        changed=True,
+        byte_count=0,
+        transport="",
+        payload={},
+        probe=Probe(token_ids=(1, 2, 3, 4), logprobs=expected),
+    )
+    async with group() as scene:
+        scene.engines[0].replies["probe"] = [*expected[:place], said, *expected[place + 1 :]]
+        assert math.isnan(await scene.group.probe(scene.group.replicas[0], weights))
+        scene.engines[0].replies["probe"] = [-1.5, -2.0, -3.25]
+        assert await scene.group.probe(scene.group.replicas[0], weights) == 0.5
 
 
 @virtual
