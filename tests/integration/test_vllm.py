@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, GenerateRequest, Rejected, Sample, TrainBatch, WeightHandle
 from tests.integration.torch_sampling import Log, check
@@ -258,6 +259,12 @@ def test_L10_what_vllm_does_not_serve_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         host.make(make_model(tmp_path, **shape), **options)
+
+
+def test_both_sets_of_weights_have_to_fit_before_the_kv_cache_is_sized(host: VllmHost, models: list[str]) -> None:
+    options = VllmOptions(model=models[0], device="cpu", transport=SHARED, kv_cache_bytes=1000)  # too few, said later
+    with pytest.raises(ConfigError, match=r"the weights take \S+ GiB, and there is no room .* \(1 GiB is free\)"):
+        host.start_without_room(options)
 
 
 def test_two_processes_that_share_every_layer_answer_like_the_trainer(

@@ -76,7 +76,7 @@ class Core:
         )
         try:
             built = arguments.create_engine_config()
-            self._core = EngineCore(built, Executor.get_class(built), log_stats=False)
+            self._core = EngineCore(built, _with_second_weights(Executor.get_class(built)), log_stats=False)
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(f"vLLM cannot serve model = {options.model!r} as configured: {error}") from error
         self._numbers = itertools.count()
@@ -128,6 +128,21 @@ class Core:
 
     def close(self) -> None:
         self._core.shutdown()
+
+
+def _with_second_weights(kind: type[Executor]) -> type[Executor]:
+    """Its workers hold the second set of weights as soon as they have loaded the first: before vLLM measures how much
+    of a GPU is left for the KV cache."""
+
+    class WithSecondWeights(kind):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            for reason in self.collective_rpc("asyncrlhf_reserve"):
+                if reason:
+                    self.shutdown()
+                    raise ValueError(reason)
+
+    return WithSecondWeights
 
 
 def _read_config(options: VllmOptions) -> dict[str, Any]:

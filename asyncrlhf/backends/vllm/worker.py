@@ -1,7 +1,8 @@
 """Inside vLLM's workers: weights from a trainer into the running model, without disk, in two phases.
 
 vLLM mixes WeightsExtension into its worker class. Every worker holds a second set of its own parameters, which the
-next version arrives in while the first is in use: the model's own loaders cut and fuse what arrives (a worker of a
+next version arrives in while the first is in use, and which is there before vLLM measures what a GPU has left for the
+KV cache: the model's own loaders cut and fuse what arrives (a worker of a
 tensor parallel group keeps its part only), and the swap is one of pointers on a CPU, a copy within the device's memory
 on a GPU, whose captured graphs know the parameters by address.
 """
@@ -43,25 +44,34 @@ class WeightsExtension:
     device: torch.device
     model_runner: Any
 
+    _asyncrlhf_arrivals: Arrivals
+
+    def asyncrlhf_reserve(self) -> str:
+        """Allocate the second set. Gives the reason if there is no room for it."""
+        runner = self.model_runner
+        model: nn.Module = runner.get_model()
+        try:
+            self._asyncrlhf_arrivals = Arrivals(model, self.device, Path(runner.model_config.model))
+        except torch.OutOfMemoryError as error:
+            size = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+            return (
+                f"the weights take {size:.3g} GiB, and there is no room for them a second time, which the next version "
+                "arrives in; raise tensor_parallel, choose a smaller dtype or a GPU of which less is in use "
+                f"({error})"
+            )
+        return ""
+
     def asyncrlhf_prepare(self, handle: WeightHandle) -> str:
         """Receive weights into the second set. Gives the reason if they are refused; those in use stay."""
         try:
-            self._arrivals().receive(handle)
+            self._asyncrlhf_arrivals.receive(handle)
         except PublishRefused as refusal:
             return str(refusal)
         return ""
 
     def asyncrlhf_commit(self) -> None:
         """Compute with what `asyncrlhf_prepare` brought."""
-        self._arrivals().swap()
-
-    def _arrivals(self) -> Arrivals:
-        found: Arrivals | None = getattr(self, "_asyncrlhf_arrivals", None)
-        if found is None:
-            runner = self.model_runner
-            found = Arrivals(runner.get_model(), self.device, Path(runner.model_config.model))
-            self._asyncrlhf_arrivals = found
-        return found
+        self._asyncrlhf_arrivals.swap()
 
 
 class Arrivals:
