@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrlhf.backends.vllm.options import VllmOptions
@@ -283,6 +284,14 @@ def test_both_sets_of_weights_have_to_fit_before_the_kv_cache_is_sized(host: Vll
     options = VllmOptions(model=models[0], device="cpu", transport=SHARED, kv_cache_bytes=1000)  # too few, said later
     with pytest.raises(ConfigError, match=r"the weights take \S+ GiB, and there is no room .* \(1 GiB is free\)"):
         host.start_without_room(options)
+
+
+def test_a_directory_without_shapes_to_check_by_is_refused_at_the_start(host: VllmHost, tmp_path: Path) -> None:
+    model = make_model(tmp_path, **SHAPE)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds no weights as \*.safetensors.*save_pretrained"):
+        host.make(model)
 
 
 def test_two_processes_that_share_every_layer_answer_like_the_trainer(

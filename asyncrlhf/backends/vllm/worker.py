@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from asyncrlhf.abc import WeightTransfer
 from asyncrlhf.backends.vllm.environment import CPU_BUILD
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
 from asyncrlhf.weights.checksum import combine, tensor_checksum
 
@@ -47,11 +47,13 @@ class WeightsExtension:
     _asyncrlhf_arrivals: Arrivals
 
     def asyncrlhf_reserve(self) -> str:
-        """Allocate the second set. Gives the reason if there is no room for it."""
+        """Allocate the second set. Gives the reason if there is no room for it, or no shapes to check it by."""
         runner = self.model_runner
         model: nn.Module = runner.get_model()
         try:
             self._asyncrlhf_arrivals = Arrivals(model, self.device, Path(runner.model_config.model))
+        except ConfigError as refusal:
+            return str(refusal)
         except torch.OutOfMemoryError as error:
             size = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
             return (
@@ -78,9 +80,14 @@ class Arrivals:
     """The second set of parameters."""
 
     def __init__(self, model: nn.Module, device: torch.device, directory: Path) -> None:
-        """`directory`: where the model was loaded from."""
+        """`directory`: where the model was loaded from. Raises ConfigError if it names no shapes to check by."""
         self._model, self._device = model, device
         self._shapes = dict(_shapes(directory))
+        if not self._shapes:
+            raise ConfigError(
+                f"{directory} holds no weights as *.safetensors, whose shapes every version is held against; save the "
+                "model there with save_pretrained"
+            )
         self._parameters = dict(model.named_parameters())
         self._spare = {name: torch.empty_like(parameter.data) for name, parameter in self._parameters.items()}
         self._transports: dict[str, WeightTransfer] = {}
