@@ -9,6 +9,7 @@ from asyncrlhf.config.compute import Compute
 from asyncrlhf.errors import ConfigError
 
 __all__ = (
+    "LOWEST_TEMPERATURE",
     "RolloutTable",
     "TorchRollout",
     "VllmRollout",
