@@ -190,7 +190,10 @@ class VllmSampler(GenerateEngine):
 
 
 def _params(request: GenerateRequest) -> SamplingParams:
-    """vLLM takes no token of an answer's own stream to be continued: every continuation has a stream of its own."""
+    """vLLM takes no token of an answer's own stream to be continued: every continuation has a stream of its own.
+
+    Requests with a seed have generators of their own, from which vLLM on GPUs draws for one request after another, in
+    place of once for the batch. This is its slower way to sample; how much slower has not been measured."""
     done = len(request.tokens)
     return SamplingParams(
         max_tokens=request.max_tokens - done,
