@@ -14,8 +14,9 @@ import msgspec
 
 from asyncrlhf.algorithm import Algorithm
 from asyncrlhf.config.convert import convert
-from asyncrlhf.config.groups import ROLES, Compute, Trained
+from asyncrlhf.config.groups import ROLES, Compute, Trained, VllmRollout
 from asyncrlhf.config.load import import_named
+from asyncrlhf.config.rollouts import LOWEST_TEMPERATURE
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.errors import ConfigError
@@ -212,6 +213,13 @@ def _check(config: Config, wiring: Wiring) -> None:
             f"evaluation.every = {config.evaluation.every} needs a rollout and a reward group, and {config.algorithm} "
             f"has {', '.join(wiring.roles)}; set evaluation.every = 0"
         )
+    if config.evaluation.every and 0 < config.evaluation.temperature < LOWEST_TEMPERATURE:
+        for name in wiring.of_role("rollout"):
+            if isinstance(wiring.tables[name], VllmRollout):
+                raise ConfigError(
+                    f'evaluation.temperature = {config.evaluation.temperature:g}, and groups.{name}.backend = "vllm" '
+                    f"samples at {LOWEST_TEMPERATURE} at least; raise it, or use 0: greedy"
+                )
     for name, table in wiring.engines.items():
         if isinstance(table, Compute) and table.ranks > 1 and config.runtime == "inproc":
             raise ConfigError(

@@ -9,6 +9,7 @@ from asyncrlhf.config.compute import Compute
 from asyncrlhf.errors import ConfigError
 
 __all__ = (
+    "LOWEST_TEMPERATURE",
     "RolloutTable",
     "TorchRollout",
     "VllmRollout",
@@ -95,7 +96,8 @@ class VllmRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", 
     """Memory of the KV cache, in each process; 0: on CPUs what `concurrency` answers of full length take, 4 GiB at
     most, on GPUs what gpu_memory_utilization leaves."""
     gpu_memory_utilization: Share = 0.9
-    """Part of a GPU's memory that weights and KV cache may take together; lower it where a trainer shares the GPU."""
+    """Part of a GPU's memory that weights, the second set that the next version arrives in, and KV cache may take
+    together; lower it where a trainer shares the GPU. kv_cache_bytes overrides it."""
     enforce_eager: bool = False
     """On GPUs: neither compile the model nor capture it in CUDA graphs. CPUs compute eagerly anyway."""
 

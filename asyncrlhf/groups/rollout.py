@@ -8,12 +8,13 @@ engine together, which computes their common prefix once.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import AsyncRLHFError, GroupError, SampleError
+from asyncrlhf.errors import AsyncRLHFError, ConfigError, GroupError, SampleError
 from asyncrlhf.groups.answers import Replica as Replica
 from asyncrlhf.groups.answers import Sampling as Sampling
 from asyncrlhf.groups.answers import Task
@@ -146,11 +147,12 @@ class RolloutGroup(Group):
 
     async def probe(self, replica: Replica, weights: WeightHandle) -> float:
         """Largest difference, in nats, between what one engine says about the probe of the weights that it has
-        committed and what it should say; 0 without a probe."""
+        committed and what it should say: NaN if one is not finite, 0 without a probe."""
         if weights.probe is None:
             return 0.0
         said: Sequence[float] = await self._engine(replica).call("probe", weights.probe.token_ids)
-        return max(abs(a - b) for a, b in zip(said, weights.probe.logprobs, strict=True))
+        gaps = [abs(a - b) for a, b in zip(said, weights.probe.logprobs, strict=True)]
+        return max(gaps) if all(map(math.isfinite, gaps)) else math.nan
 
     async def drained(self, replica: Replica, *, alone: bool = False) -> None:
         """Wait until an engine has no answer to a lease outstanding (evaluations are swapped in flight). Requests that
@@ -190,12 +192,15 @@ class RolloutGroup(Group):
 
     async def restart(self, replica: Replica, delay: float) -> None:
         """A fresh engine in a fenced one's place, after `delay` seconds; it serves once the coordinator has it joined.
-        Raises GroupError."""
+        Raises GroupError, for a ConfigError too: the machine refuses (memory not free yet), and may not next time."""
         old, replica.handle = replica.handle, None
         if old is not None:
             await old.close()
         await asyncio.sleep(delay)
-        await self.spawn(replica)
+        try:
+            await self.spawn(replica)
+        except ConfigError as error:
+            raise GroupError(str(error)) from error
         self.emit(Restarted(group=self.name, rank=replica.spec.rank, incarnation=replica.incarnation))
 
     # ---- the actor -----------------------------------------------------------------------------------------------

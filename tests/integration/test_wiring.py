@@ -41,6 +41,19 @@ def test_an_algorithm_names_the_keys_it_requires(tmp_path: Path) -> None:
         wire(load(str(path)))
 
 
+def test_vllm_would_raise_a_temperature_of_the_evaluation_too(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(grpo(top=STALE))
+    vllm, source = "groups.rollout.backend=vllm", "evaluation.source=asyncrlhf.data.tasks:reverse"
+    evaluated = [source, "evaluation.every=1"]
+    with pytest.raises(ConfigError, match=r'evaluation.temperature = 0.009, and groups.rollout.backend = "vllm"'):
+        wire(load(str(path), [vllm, *evaluated, "evaluation.temperature=0.009"]))
+    for lowest in ("0", "0.01"):
+        assert wire(load(str(path), [vllm, *evaluated, f"evaluation.temperature={lowest}"]))
+    assert wire(load(str(path), [*evaluated, "evaluation.temperature=0.009"]))
+    assert wire(load(str(path), [vllm, "evaluation.temperature=0.009"]))
+
+
 PPO = grpo(algorithm="algorithms.ppo:PPO", top=STALE, groups="[groups.critic]\nmodel = 'rm'\n")
 
 

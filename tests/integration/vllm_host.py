@@ -12,7 +12,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from asyncrlhf.abc import GenerateEngine
@@ -53,6 +55,10 @@ class VllmHost:
         made = Hosted(self, self.call(-1, "make", VllmOptions(model=model, **settings)))
         self._made.append(made)
         return made
+
+    def start_without_room(self, options: VllmOptions) -> None:
+        """Build vLLM where no memory is left once it has loaded its weights. Raises what that raises."""
+        self.call(-1, "start_without_room", options)
 
     def call(self, number: int, verb: str, *arguments: Any) -> Any:
         self._connection.send((number, verb, arguments))
@@ -114,7 +120,7 @@ class Hosted(GenerateEngine):
 
 
 def _serve(connection: Connection) -> None:
-    from asyncrlhf.backends.vllm import engine
+    from asyncrlhf.backends.vllm import engine, worker
 
     built: dict[VllmOptions, list[Any]] = {}
     make_core: Any = engine.Core
@@ -142,6 +148,9 @@ def _serve(connection: Connection) -> None:
             if verb == "make":
                 samplers.append(engine.VllmSampler(*arguments))
                 result: Any = len(samplers) - 1
+            elif verb == "start_without_room":
+                with patch.object(worker, "Arrivals", side_effect=torch.OutOfMemoryError("1 GiB is free")):
+                    result = make_core(*arguments)
             elif verb == "close":
                 result = close(samplers[number])
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents
-from asyncrlhf.errors import GroupError, SampleError
+from asyncrlhf.errors import ConfigError, GroupError, SampleError
 from asyncrlhf.groups.answers import Sampling, answer_seed
 from asyncrlhf.groups.rollout import LAST_WORDS, Replica, RolloutGroup
 from asyncrlhf.messages import (
@@ -18,11 +19,13 @@ from asyncrlhf.messages import (
     Failed,
     Finished,
     GenerateRequest,
+    Probe,
     Progress,
     Prompt,
     Rejected,
     Sample,
     Segment,
+    WeightHandle,
 )
 from asyncrlhf.observe import EventLog
 from asyncrlhf.testing import FakeSamplerOptions
@@ -82,6 +85,8 @@ class Books:
 class Scene:
     def __init__(self, replicas: int, answers: int, least: int | None) -> None:
         self.engines: list[Silent] = []
+        self.refusal: ConfigError | None = None
+        """Of the next engine to be spawned."""
         self.books = Books()
         self.failures: list[tuple[str, str]] = []
         specs = [
@@ -103,6 +108,9 @@ class Scene:
         self.group.on_failure = lambda replica, reason: self.failures.append((replica.key, reason))
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
+        refusal, self.refusal = self.refusal, None
+        if refusal is not None:
+            raise refusal
         self.engines.append(Silent(spec, on_events))
         return self.engines[-1]
 
@@ -371,6 +379,42 @@ async def test_an_engine_that_fails_a_call_is_reported_once() -> None:
         await settle()
         assert scene.failures == [("rollout/0", "it broke")]
         rollout.cancel()
+
+
+@virtual
+async def test_what_is_no_configuration_at_a_start_is_a_failure_like_others_at_a_restart() -> None:
+    async with group() as scene:
+        (replica,) = scene.group.replicas
+        scene.group.fence(replica)
+        scene.refusal = ConfigError("free memory is less than desired")
+        with pytest.raises(GroupError, match="group 'rollout': free memory is less than desired"):
+            await scene.group.restart(replica, 0.0)
+        await scene.group.restart(replica, 0.0)
+        assert len(scene.engines) == 2
+        scene.refusal = ConfigError("no such model")
+        with pytest.raises(ConfigError, match="group 'rollout': no such model"):
+            await scene.group.spawn(replica)
+
+
+@virtual
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("said", [math.nan, -math.inf])
+async def test_a_probe_that_is_not_finite_anywhere_is_no_small_gap(place: int, said: float) -> None:
+    expected = (-1.0, -2.0, -3.0)
+    weights = WeightHandle(
+        version=1,
+        checksum=0,
+        changed=True,
+        byte_count=0,
+        transport="",
+        payload={},
+        probe=Probe(token_ids=(1, 2, 3, 4), logprobs=expected),
+    )
+    async with group() as scene:
+        scene.engines[0].replies["probe"] = [*expected[:place], said, *expected[place + 1 :]]
+        assert math.isnan(await scene.group.probe(scene.group.replicas[0], weights))
+        scene.engines[0].replies["probe"] = [-1.5, -2.0, -3.25]
+        assert await scene.group.probe(scene.group.replicas[0], weights) == 0.5
 
 
 @virtual

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from vllm.model_executor.models.registry import ModelRegistry  # isort: skip
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest  # isort: skip
 from vllm.v1.engine.core import EngineCore  # isort: skip
 from vllm.v1.executor import Executor  # isort: skip
+from vllm.v1.request import RequestStatus  # isort: skip
 
 __all__ = ("Core",)
 
@@ -43,6 +44,7 @@ class Core:
         self.vocabulary_size = int(config["vocab_size"])
         _require_device(options)
         architecture = _architecture(options, config)
+        _require_plain_weights(options, config)
         if CPU_BUILD:
             _require_head_size(options, config)
             # Otherwise vLLM imports it in a process of its own, which no guard of ours reaches.
@@ -68,13 +70,14 @@ class Core:
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
             async_scheduling=False,
+            scheduling_policy="priority",  # of a probe; answers have one priority, and go in the order they came
             disable_log_stats=True,
             use_tqdm_on_load=False,
             worker_extension_cls=WORKER,
         )
         try:
             built = arguments.create_engine_config()
-            self._core = EngineCore(built, Executor.get_class(built), log_stats=False)
+            self._core = EngineCore(built, _with_second_weights(Executor.get_class(built)), log_stats=False)
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(f"vLLM cannot serve model = {options.model!r} as configured: {error}") from error
         self._numbers = itertools.count()
@@ -83,18 +86,22 @@ class Core:
     def has_requests(self) -> bool:
         return self._core.scheduler.has_requests()
 
-    def add(self, tokens: Sequence[int], params: SamplingParams, salt: str) -> str:
-        """Queue a request; cached prefixes are shared between requests of the same `salt`. Gives its id."""
+    def add(self, tokens: Sequence[int], params: SamplingParams, salt: str, *, first: bool = False) -> str:
+        """Queue a request; cached prefixes are shared between requests of the same `salt`. Gives its id.
+
+        `first`: it stands ahead of all requests that wait, those that were interrupted included."""
+        number = next(self._numbers)
         request = EngineCoreRequest(
-            request_id=str(next(self._numbers)),
+            request_id=str(number),
             prompt_token_ids=list(tokens),
             mm_features=None,
             sampling_params=params,
             pooling_params=None,
-            arrival_time=0.0,
+            arrival_time=float(number),
             lora_request=None,
             cache_salt=salt,
             data_parallel_rank=None,
+            priority=-1 if first else 0,
         )
         self._core.add_request(*self._core.preprocess_add_request(request))
         return request.request_id
@@ -104,6 +111,10 @@ class Core:
         outputs, executed = self._core.step()
         self._core.post_step(executed)
         return outputs[0].outputs if 0 in outputs else ()
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request that has not finished has got no room in the KV cache, or in a forward, so far."""
+        return self._core.scheduler.requests[request_id].status != RequestStatus.RUNNING
 
     def abort(self, ids: Iterable[str]) -> None:
         self._core.abort_requests(list(ids))
@@ -118,6 +129,21 @@ class Core:
 
     def close(self) -> None:
         self._core.shutdown()
+
+
+def _with_second_weights(kind: type[Executor]) -> type[Executor]:
+    """Its workers hold the second set of weights as soon as they have loaded the first: before vLLM measures how much
+    of a GPU is left for the KV cache."""
+
+    class WithSecondWeights(kind):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            for reason in self.collective_rpc("asyncrlhf_reserve"):
+                if reason:
+                    self.shutdown()
+                    raise ValueError(reason)
+
+    return WithSecondWeights
 
 
 def _read_config(options: VllmOptions) -> dict[str, Any]:
@@ -151,6 +177,28 @@ def _require_device(options: VllmOptions) -> None:
     if index:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(index)] if visible else index
+
+
+def _require_plain_weights(options: VllmOptions, config: dict[str, Any]) -> None:
+    """A new version reaches parameters; from those of experts and of compressed attention vLLM derives others at the
+    start, packed or multiplied out, which it would not reach."""
+    found = next(_numbers_of("experts", config), None) or next(_numbers_of("kv_lora_rank", config), None)
+    if found is not None:
+        key, number = found
+        what = "multi-head latent attention" if key == "kv_lora_rank" else "a mixture of experts"
+        raise ConfigError(
+            f"model = {options.model!r} ({config.get('model_type')}) has {what} ({key} = {number}), and no weights are "
+            'published into such a model in vLLM; use backend = "torch" for it'
+        )
+
+
+def _numbers_of(ending: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Keys that end so, with their numbers above 1, in nested tables, too."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _numbers_of(ending, value)
+        elif key.endswith(ending) and isinstance(value, int) and value > 1:
+            yield key, value
 
 
 def _head_size(config: dict[str, Any]) -> int:

@@ -123,11 +123,13 @@ class VllmSampler(GenerateEngine):
         return events
 
     def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Answers that run meanwhile go on: what they gain is said by the next `step`."""
+        """Answers that run meanwhile go on: what they gain is said by the next `step`. None is waited for: where they
+        leave the probe no room they are interrupted, and computed anew behind it."""
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-        own = self._core.add(token_ids, params, self._salt)
+        own = self._core.add(token_ids, params, self._salt, first=True)
         while (found := self._advance(own)) is None:
-            pass
+            if self._core.is_waiting(own):
+                self._core.forget_cache()
         return found
 
     def close(self) -> None:
@@ -188,7 +190,10 @@ class VllmSampler(GenerateEngine):
 
 
 def _params(request: GenerateRequest) -> SamplingParams:
-    """vLLM takes no token of an answer's own stream to be continued: every continuation has a stream of its own."""
+    """vLLM takes no token of an answer's own stream to be continued: every continuation has a stream of its own.
+
+    Requests with a seed have generators of their own, from which vLLM on GPUs draws for one request after another, in
+    place of once for the batch. This is its slower way to sample; how much slower has not been measured."""
     done = len(request.tokens)
     return SamplingParams(
         max_tokens=request.max_tokens - done,

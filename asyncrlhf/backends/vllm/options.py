@@ -32,7 +32,8 @@ class VllmOptions(Table, frozen=True, kw_only=True):
     """Memory of the KV cache, in each process; 0: on CPUs what all slots at full length take, 4 GiB at most, on GPUs
     what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: Share = 0.9
-    """Part of a GPU's memory that weights and KV cache may take together."""
+    """Part of a GPU's memory that weights, the second set that the next version arrives in, and KV cache may take
+    together; `kv_cache_bytes` overrides it."""
     enforce_eager: bool = False
     """On GPUs: neither compile the model nor capture it in CUDA graphs. CPUs compute eagerly anyway."""
     transport: str

@@ -1,7 +1,8 @@
 """Inside vLLM's workers: weights from a trainer into the running model, without disk, in two phases.
 
 vLLM mixes WeightsExtension into its worker class. Every worker holds a second set of its own parameters, which the
-next version arrives in while the first is in use: the model's own loaders cut and fuse what arrives (a worker of a
+next version arrives in while the first is in use, and which is there before vLLM measures what a GPU has left for the
+KV cache: the model's own loaders cut and fuse what arrives (a worker of a
 tensor parallel group keeps its part only), and the swap is one of pointers on a CPU, a copy within the device's memory
 on a GPU, whose captured graphs know the parameters by address.
 """
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from asyncrlhf.abc import WeightTransfer
 from asyncrlhf.backends.vllm.environment import CPU_BUILD
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
 from asyncrlhf.weights.checksum import combine, tensor_checksum
 
@@ -43,34 +44,50 @@ class WeightsExtension:
     device: torch.device
     model_runner: Any
 
+    _asyncrlhf_arrivals: Arrivals
+
+    def asyncrlhf_reserve(self) -> str:
+        """Allocate the second set. Gives the reason if there is no room for it, or no shapes to check it by."""
+        runner = self.model_runner
+        model: nn.Module = runner.get_model()
+        try:
+            self._asyncrlhf_arrivals = Arrivals(model, self.device, Path(runner.model_config.model))
+        except ConfigError as refusal:
+            return str(refusal)
+        except torch.OutOfMemoryError as error:
+            size = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+            return (
+                f"the weights take {size:.3g} GiB, and there is no room for them a second time, which the next version "
+                "arrives in; raise tensor_parallel, choose a smaller dtype or a GPU of which less is in use "
+                f"({error})"
+            )
+        return ""
+
     def asyncrlhf_prepare(self, handle: WeightHandle) -> str:
         """Receive weights into the second set. Gives the reason if they are refused; those in use stay."""
         try:
-            self._arrivals().receive(handle)
+            self._asyncrlhf_arrivals.receive(handle)
         except PublishRefused as refusal:
             return str(refusal)
         return ""
 
     def asyncrlhf_commit(self) -> None:
         """Compute with what `asyncrlhf_prepare` brought."""
-        self._arrivals().swap()
-
-    def _arrivals(self) -> Arrivals:
-        found: Arrivals | None = getattr(self, "_asyncrlhf_arrivals", None)
-        if found is None:
-            runner = self.model_runner
-            found = Arrivals(runner.get_model(), self.device, Path(runner.model_config.model))
-            self._asyncrlhf_arrivals = found
-        return found
+        self._asyncrlhf_arrivals.swap()
 
 
 class Arrivals:
     """The second set of parameters."""
 
     def __init__(self, model: nn.Module, device: torch.device, directory: Path) -> None:
-        """`directory`: where the model was loaded from."""
+        """`directory`: where the model was loaded from. Raises ConfigError if it names no shapes to check by."""
         self._model, self._device = model, device
         self._shapes = dict(_shapes(directory))
+        if not self._shapes:
+            raise ConfigError(
+                f"{directory} holds no weights as *.safetensors, whose shapes every version is held against; save the "
+                "model there with save_pretrained"
+            )
         self._parameters = dict(model.named_parameters())
         self._spare = {name: torch.empty_like(parameter.data) for name, parameter in self._parameters.items()}
         self._transports: dict[str, WeightTransfer] = {}

@@ -115,10 +115,10 @@ def long_answers(**changes: int) -> Workload:
     return changed(base, **changes)
 
 
-@pytest.mark.parametrize(("devices", "published"), [(32, 2.68), (64, 1.93), (128, 2.37)])
-def test_row_14_asynchronous_halves_beat_colocate(devices: int, published: float) -> None:
-    """verl docs, fully_async, Qwen2.5-Math-7B on H20: step of colocate over that of asynchronous pools. Order
-    (> 1.3; the published magnitudes include streaming and partial rollouts). A prediction."""
+@pytest.mark.parametrize("devices", [32, 64, 128])
+def test_row_14_asynchronous_halves_beat_colocate(devices: int) -> None:
+    """verl docs, fully_async, Qwen2.5-Math-7B on H20: step of colocate over that of asynchronous pools, 2.68, 1.93 and
+    2.37. Order (> 1.3; the published magnitudes include streaming and partial rollouts). A prediction."""
 
     def steps(strategy: str, work: Workload) -> float:
         found = search(problem(devices, "qwen2.5-7b", roles=("policy",), node="H20", strategies=(strategy,), work=work))
@@ -126,7 +126,6 @@ def test_row_14_asynchronous_halves_beat_colocate(devices: int, published: float
 
     ratio = steps("colocate", long_answers()) / steps("async", long_answers(max_staleness=2, lookahead=2))
     assert ratio > 1.3
-    assert published > 1.3
 
 
 def test_row_16_doubling_synchronous_devices_gains_little_and_one_step_off_more() -> None:
