@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algorithms.ppo import PPOLoss
+from asyncrlhf.backends.torch.options import OptimizerOptions
 from asyncrlhf.backends.torch.train import TorchTrainer
 from asyncrlhf.errors import CheckpointError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, TrainBatch, pack
@@ -98,6 +99,16 @@ def test_experts_may_be_spread_over_data_parallel_ranks(crew: Crew, tmp_path: Pa
     assert distance(split_experts({n: torch.from_numpy(w) for n, w in published.items()}), crew.weights()) == 0
     crew.call("save_model", tmp_path / "saved")
     assert gap(crew.call("logprobs", batch), list(trainer(str(tmp_path / "saved")).logprobs(batch))) < 1e-5
+
+
+def test_matrices_decay_as_in_the_torch_engine_and_norms_and_biases_do_not(
+    crew: Crew, model: str, batch: TrainBatch
+) -> None:
+    decay = OptimizerOptions(learning_rate=1e-3, weight_decay=100.0, max_grad_norm=1e9)
+    engine = trainer(model, optimizer=decay)
+    engine.step(batch, pack(LOSSES["ppo"]))
+    crew.become(model, tensor_parallel=2, optimizer=decay).step(batch, LOSSES["ppo"])
+    assert distance(crew.weights(), weights(engine)) < 1e-4  # a step's decay alone is 0.1 of a weight
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])

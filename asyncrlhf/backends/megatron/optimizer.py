@@ -40,6 +40,8 @@ class Optimizer:
         )
         with calling():
             self.inner: Any = optimizer.get_megatron_optimizer(settings, model.wrapped)
+        for group in self.inner.param_groups:  # megatron-core leaves this to its own scheduler
+            group["weight_decay"] = options.weight_decay * group["wd_mult"]
         self.allocate()
 
     def allocate(self) -> None:
