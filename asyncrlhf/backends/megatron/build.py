@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def padded_vocabulary(size: int, tensor_parallel: int) -> int:
 
 def build(options: MegatronOptions, config: Any, device: torch.device) -> tuple[Any, list[Any]]:
     """(TransformerConfig, chunks): this rank's GPTModel, or several with a virtual pipeline, not initialised."""
+    _name_missing_kernel()
     state = import_quietly("megatron.core.parallel_state")
     transformer = import_quietly("megatron.core.transformer").TransformerConfig(**_fields(options, config))
     chunks: list[Any] = []
@@ -78,6 +80,14 @@ def _fields(options: MegatronOptions, config: Any) -> dict[str, Any]:
     elif options.recompute == "selective":
         found |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return found
+
+
+@cache
+def _name_missing_kernel() -> None:
+    """Without Transformer Engine the router of experts asks for a function by a name that it does not have (0.16.1)."""
+    routing = import_quietly("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(routing, "te_general_gemm"):
+        routing.te_general_gemm = None
 
 
 def _leave(parameter: Tensor) -> Tensor:
