@@ -236,8 +236,9 @@ def test_weights_are_published_whole_and_refused_when_not_finite(crew: Crew, mod
         crew.call("export", 3)
 
 
-def test_the_probe_is_that_of_the_torch_engine(crew: Crew, model: str) -> None:
-    ours, theirs = crew.become(model, pipeline_parallel=2).call("export", 0).probe, trainer(model).export(0).probe
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "data", "context"])
+def test_the_probe_is_that_of_the_torch_engine(crew: Crew, model: str, layout: str) -> None:
+    ours, theirs = crew.become(model, **LAYOUTS[layout]).call("export", 0).probe, trainer(model).export(0).probe
     assert ours.token_ids == theirs.token_ids
     assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
