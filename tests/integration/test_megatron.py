@@ -274,10 +274,15 @@ def test_bfloat16_keeps_main_parameters_in_float32(crew: Crew, model: str, batch
     exact = trainer(model).logprobs(batch)
     crew.become(model, tensor_parallel=2, dtype="bfloat16")
     assert gap(crew.call("logprobs", batch), list(exact)) < 0.3
-    before = crew.weights()
-    results = [crew.step(batch, PPOLoss()) for _ in range(3)]
-    assert all(result.applied for result in results)
-    assert 0 < distance(crew.weights(), before) < 0.1
+    before = norms(crew)
+    assert crew.step(batch, PPOLoss()).applied
+    assert distance(norms(crew), before) == 0  # by 0.001, and a bfloat16 near 1 has a next one in 0.004 or 0.008
+    assert all(crew.step(batch, PPOLoss()).applied for _ in range(11))
+    assert distance(norms(crew), before) > 0
+
+
+def norms(crew: Crew) -> dict[str, torch.Tensor]:
+    return {name: weight for name, weight in crew.weights().items() if "norm" in name}
 
 
 @pytest.mark.parametrize("layout", ["tensor", "data"])
