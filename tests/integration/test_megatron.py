@@ -22,6 +22,9 @@ from asyncrlhf.errors import CheckpointError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, TrainBatch, pack
 from asyncrlhf.ops import GAE
 from asyncrlhf.weights.checksum import checksum
+from asyncrlhf.weights.layout import places
+from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
+from asyncrlhf.weights.shapes import model_shape
 from tests.integration.megatron_crew import EXPERTS, LOSSES, Crew, Reference, gap, reference, split_experts, spread
 from tests.integration.torch_scene import (
     SequenceMeanLoss,
@@ -152,6 +155,23 @@ def test_m2_moments_are_there_before_the_first_step(crew: Crew, model: str, batc
     crew.step(batch, PPOLoss())
     assert before == crew.call("moments")
     assert sum(before) == 2 * own[0]  # each rank has a part of the moments, and all parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "parallel"),
+    [
+        ({}, LAYOUTS["pipeline"], MegatronParallel(pipeline=2, virtual_pipeline=2)),
+        (EXPERTS, {**LAYOUTS["tensor"], "expert_parallel": 2}, MegatronParallel(tensor=2, expert=2)),
+    ],
+)
+def test_parameters_lie_where_the_layout_on_paper_has_them(
+    crew: Crew, tmp_path: Path, changes: dict[str, Any], sizes: dict[str, Any], parallel: MegatronParallel
+) -> None:
+    model = make_model(tmp_path / "model", num_hidden_layers=4, vocab_size=VOCABULARY, **changes)
+    shape = model_shape(json.loads((Path(model) / "config.json").read_bytes()), "float32")
+    layout = megatron_layout(shape, parallel, places(2))
+    expected = [{name: own.shape for name, own in holding.tensors.items()} for holding in layout.holdings]
+    assert crew.become(model, **sizes).call("shapes") == expected
 
 
 def test_recomputation_recomputes(crew: Crew, model: str, batch: TrainBatch) -> None:

@@ -14,19 +14,9 @@ from asyncrlhf.backends.megatron import families
 from asyncrlhf.backends.megatron.cpu import import_quietly
 from asyncrlhf.backends.megatron.layers import Norm, PackedAttention, ValueHead
 from asyncrlhf.backends.megatron.options import MegatronOptions
+from asyncrlhf.weights.megatron_layout import padded_vocabulary
 
-__all__ = ("build", "padded_vocabulary")
-
-VOCABULARY_GRAIN = 128
-"""The vocabulary is filled up to a multiple of this, whatever the layout, so that checkpoints fit into others."""
-
-
-def padded_vocabulary(size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding, padding included."""
-    grain = VOCABULARY_GRAIN
-    while grain % tensor_parallel:
-        grain += VOCABULARY_GRAIN
-    return -(-size // grain) * grain
+__all__ = ("build",)
 
 
 def build(options: MegatronOptions, config: Any, device: torch.device) -> tuple[Any, list[Any]]:
