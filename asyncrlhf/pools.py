@@ -159,16 +159,20 @@ def pinned_to_gpus(config: Config, places: Mapping[str, Sequence[Place]]) -> dic
 
 
 def _gpus_of_engines(config: Config, places: Sequence[Place]) -> dict[tuple[str, int], tuple[str, ...]]:
-    """By group and rank, of engines in pools. In a pool those that need whole GPUs come first, and then those that
-    share."""
+    """By group and rank, of engines in pools. In a pool those that need whole GPUs come first; those that share take
+    turns on the rest, so that the ranks of one model are on GPUs of their own where there are as many."""
     gpus, found, begin = visible_gpus(), dict[tuple[str, int], tuple[str, ...]](), 0
     for name, pool in config.pools.items():
-        shares = begin * pool.engines_per_device
+        whole = sharing = 0
         engines = [(p, p.needs) for p in places if p.needs is not None and p.needs.pool == name]
         for place, need in sorted(engines, key=lambda pair: -pair[1].devices):
-            first = shares // pool.engines_per_device
+            first = begin + whole
+            if need.devices >= 1:
+                whole += int(need.devices)
+            elif need.devices:
+                first += sharing % (pool.devices - whole)
+                sharing += 1
             found[place.group, place.rank] = gpus[first : first + math.ceil(need.devices)]
-            shares += int(need.devices) * pool.engines_per_device if need.devices >= 1 else need.devices > 0
         begin += pool.devices
     return found
 

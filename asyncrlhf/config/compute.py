@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from asyncrlhf.config.bounds import Count, Device, Dtype, Name, Positive, Table
@@ -43,7 +44,22 @@ class Compute(Table, frozen=True, kw_only=True):
     @property
     def many(self) -> str:
         """The sizes above 1, for messages."""
-        return " * ".join(f"{key} = {size}" for key, size in self.sizes.items() if size > 1)
+        return _above_one(self.sizes)
+
+    def __post_init__(self) -> None:
+        self.require_gpus(self.sizes)
+
+    def require_gpus(self, sizes: Mapping[str, int]) -> None:
+        """Raises ConfigError if `device` names one GPU, and the product of `sizes` is more."""
+        if ":" in self.device and (count := math.prod(sizes.values())) > 1:
+            raise ConfigError(
+                f'device = "{self.device}" is 1 GPU, and {_above_one(sizes)} takes {count}; use "cuda", and '
+                "CUDA_VISIBLE_DEVICES to choose among them, or lower the latter"
+            )
+
+
+def _above_one(sizes: Mapping[str, int]) -> str:
+    return " * ".join(f"{key} = {size}" for key, size in sizes.items() if size > 1)
 
 
 class Megatron(Protocol):

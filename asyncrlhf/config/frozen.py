@@ -70,6 +70,7 @@ class MegatronFrozen(Frozen, frozen=True, kw_only=True, tag_field="backend", tag
         }
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_sizes(self)
 
 

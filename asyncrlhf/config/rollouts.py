@@ -66,6 +66,7 @@ class RolloutTable(Compute, frozen=True, kw_only=True):
     """Restarts of a failed engine within an hour before the run fails; 0: none."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key, neutral in NEUTRAL.items():
             if (value := getattr(self, key)) != neutral:
                 raise ConfigError(
@@ -111,8 +112,4 @@ class VllmRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", 
             raise ConfigError(
                 f"core = {self.core} is one core for tensor_parallel = {self.tensor_parallel} processes; leave it out"
             )
-        if self.tensor_parallel > 1 and ":" in self.device:
-            raise ConfigError(
-                f'device = "{self.device}" is one GPU, and tensor_parallel = {self.tensor_parallel} takes '
-                f'{self.tensor_parallel}; use device = "cuda", and CUDA_VISIBLE_DEVICES to choose among them'
-            )
+        self.require_gpus({"replicas": self.replicas, "tensor_parallel": self.tensor_parallel})

@@ -101,13 +101,10 @@ class Trained(Compute, frozen=True, kw_only=True):
         return {"data_parallel": self.data_parallel}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.model is None) == (self.scratch is None):
             given = "neither is set" if self.model is None else "both are set"
             raise ConfigError(f"model, scratch: {given}; set exactly one: a directory, or a table for random weights")
-        if ":" in self.device and self.ranks > 1:
-            raise ConfigError(
-                f'device = "{self.device}" is 1 GPU, and {self.many} takes as many; use "cuda", or lower the latter'
-            )
 
 
 class TorchTrain(Trained, frozen=True, kw_only=True, tag_field="backend", tag="torch"):

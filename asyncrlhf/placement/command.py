@@ -16,6 +16,7 @@ from asyncrlhf.placement.gantt import draw
 from asyncrlhf.placement.inputs import problem_of
 from asyncrlhf.placement.measured import MeasuredRun, read_run
 from asyncrlhf.placement.search import search
+from asyncrlhf.placement.tables import as_toml
 
 __all__ = ("main",)
 
@@ -48,7 +49,7 @@ def main(words: Sequence[str], program: str) -> int:
     if options.json:
         print(json.dumps(report.as_json(outcome), indent=2))
     elif options.toml:
-        print(report.as_toml(outcome), end="")
+        print(as_toml(outcome), end="")
     else:
         print(report.as_text(outcome, explain=options.explain))
     if options.gantt is not None:

@@ -19,12 +19,6 @@ def bubble(stages: int, micro_batches: float) -> float:
     return (stages - 1) / (stages - 1 + micro_batches)
 
 
-def _micro_batches(rows: float, work: Workload) -> int:
-    """Of `rows` sequences, as many as fit a micro-batch go together."""
-    each = max(1, int(work.micro_batch_tokens // work.mean_length))
-    return max(1, math.ceil(rows / each))
-
-
 def _collectives(model: ModelSpec, block: Block, layout: Layout, tokens: float, count: int, fit: Coefficients) -> float:
     """`count` all-reduces per layer of activations of `tokens` tokens, over the tensor-parallel group; and, with expert
     parallelism, half as many exchanges of every token with its experts."""
@@ -54,7 +48,7 @@ def forward_seconds(model: ModelSpec, block: Block, layout: Layout, work: Worklo
     tokens = rows * work.mean_length
     seconds = _pass(model, layout, tokens, work, block.node.flops * fit.mfu_forward)
     seconds += _collectives(model, block, layout, tokens, 2, fit)
-    micro_batches = _micro_batches(rows, work)
+    micro_batches = work.micro_batches(rows)
     if work.optimizer_shards == 3:  # the next layer's weights are gathered while this one computes
         seconds = max(seconds, micro_batches * gather_seconds(model, block, layout, fit))
     return seconds / (1 - bubble(layout.pp, micro_batches))
@@ -94,7 +88,7 @@ def train_seconds(model: ModelSpec, block: Block, layout: Layout, work: Workload
     passes, collectives = (4, 6) if work.recompute else (3, 4)
     seconds = passes * _pass(model, layout, tokens, work, block.node.flops * fit.mfu_train)
     seconds += _collectives(model, block, layout, tokens, collectives, fit)
-    micro_batches = _micro_batches(rows, work)
+    micro_batches = work.micro_batches(rows)
     if work.optimizer_shards == 3:  # for the forward and again for the backward pass
         seconds = max(seconds, 2 * micro_batches * gather_seconds(model, block, layout, fit))
     seconds /= 1 - bubble(layout.pp, micro_batches)

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from asyncrlhf.config.groups import Compute, TorchRollout, TorchTrain
+from asyncrlhf.config.groups import Compute, MegatronFrozen, MegatronTrain, RolloutTable, TorchTrain, Trained
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.observe.events import Granted, Scored, decode_event
 from asyncrlhf.placement.advice import Facts
-from asyncrlhf.placement.models import read_directory, shape_of
+from asyncrlhf.placement.models import Shape, read_directory, shape_of
 
 __all__ = ("facts_before", "least_host_bytes")
 
@@ -79,28 +79,48 @@ def _lease(path: Path) -> float | None:
 
 
 def least_host_bytes(engines: Iterable[object]) -> float | None:
-    """Bytes of host memory that engines on the CPU take at least: weights, and four times that for a trained model
-    (gradients and Adam's two moments, allocated at the first step). Engines on other devices, or whose model's shape
-    is not known yet, count nothing. None: nothing is known."""
+    """Bytes of host memory that engines on the CPU take at least: weights, twice where new ones arrive beside those in
+    use, and those of everything that a trained model keeps. Engines on other devices, or whose model's shape is not
+    known yet, count nothing. None: nothing is known."""
     total = 0.0
     for table in engines:
-        if isinstance(table, Compute) and table.device == "cpu" and (params := _params(table)) is not None:
-            copies = table.replicas if isinstance(table, TorchRollout) else 1
-            total += params * SIZES[table.dtype] * (4 if isinstance(table, TorchTrain) else copies)
+        if isinstance(table, Compute) and table.device == "cpu" and (shape := _shape(table)) is not None:
+            total += _least(table, shape)
     return total or None
 
 
-def _params(table: Compute) -> float | None:
+def _least(table: Compute, shape: Shape) -> float:
+    """Of all engines of a group."""
+    params, size = shape.params, SIZES[table.dtype]
+    match table:
+        case RolloutTable():
+            return 2 * table.replicas * params * size
+        case TorchTrain():  # gradients and Adam's two moments
+            return 4 * params * size * (1 if table.sharding == "full" else table.data_parallel)
+        case MegatronTrain():  # gradients; the moments, and main weights of shorter ones, are there once
+            return _held(table, shape) * (size + 4) + params * (8 if size == 4 else 12)
+        case MegatronFrozen():
+            return _held(table, shape) * size
+        case _:
+            return params * size
+
+
+def _held(table: MegatronTrain | MegatronFrozen, shape: Shape) -> float:
+    """Parameters on all ranks of a megatron group: experts on `expert_parallel` of each stage's, the rest cut into
+    `tensor_parallel` parts."""
+    stage = table.ranks / table.pipeline_parallel
+    routed = shape.routed_params
+    return (shape.params - routed) * stage / table.tensor_parallel + routed * stage / table.expert_parallel
+
+
+def _shape(table: Compute) -> Shape | None:
     directory: object = getattr(table, "model", None)
-    if isinstance(directory, str):
-        try:
-            return read_directory("model", directory).params
-        except ConfigError:
-            return None
-    if isinstance(table, TorchTrain) and table.scratch is not None:
-        config: Mapping[str, Any] = table.scratch.config
-        try:
-            return shape_of("scratch.config", msgspec.json.encode(config)).params
-        except ConfigError:
-            return None
+    try:
+        if isinstance(directory, str):
+            return read_directory("model", directory)
+        if isinstance(table, Trained) and table.scratch is not None:
+            config: Mapping[str, Any] = table.scratch.config
+            return shape_of("scratch.config", msgspec.json.encode(config))
+    except ConfigError:
+        return None
     return None

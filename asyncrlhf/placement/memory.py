@@ -43,17 +43,19 @@ def engine_weights(model: ModelSpec, layout: Layout) -> float:
 
 
 def pass_memory(model: ModelSpec, layout: Layout, work: Workload) -> dict[str, float]:
-    """What one micro-batch takes while it is computed: activations, and logits in 32 bits."""
+    """What micro-batches take on the first pipeline stage while they are computed: activations, also of those that wait
+    for their backward pass (as many as stages, or as there are), and logits in 32 bits."""
     shape, length = model.shape, work.mean_length
     tokens = max(work.micro_batch_tokens, length)
     layer = 34 * tokens * shape.hidden / layout.tp
     layers = math.ceil(shape.layers / layout.pp)
+    waiting = min(layout.pp, work.micro_batches(math.ceil(work.samples / work.minibatches / layout.dp)))
     if not model.trained:
         activations = layer / 4
     elif work.recompute:
-        activations = 2 * tokens * shape.hidden * layers * min(layout.pp, 8) / layout.tp + layer
+        activations = 2 * tokens * shape.hidden * layers * waiting / layout.tp + layer
     else:
-        activations = layer * layers * min(layout.pp, 8)
+        activations = layer * layers * waiting
     return {"activations": activations, "logits": 0.0 if model.scalar else 4 * tokens * shape.vocab / layout.tp}
 
 

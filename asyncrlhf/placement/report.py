@@ -1,11 +1,9 @@
-"""A plan in words, as JSON, and as tables for a run's configuration."""
+"""A plan in words, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-
-import tomli_w
 
 from asyncrlhf.placement.cluster import GIB
 from asyncrlhf.placement.decode import longest_answer_seconds
@@ -15,10 +13,9 @@ from asyncrlhf.placement.schedule import Schedule, schedule, tasks_of
 from asyncrlhf.placement.setplan import SetPlan
 from asyncrlhf.placement.simulate import Simulated
 from asyncrlhf.placement.steps import speedup_bound
-from asyncrlhf.placement.units import units_of
 from asyncrlhf.placement.value import reward_latency
 
-__all__ = ("as_json", "as_text", "as_toml", "scheduled")
+__all__ = ("as_json", "as_text", "scheduled")
 
 
 def scheduled(problem: Problem, candidate: Candidate) -> Schedule:
@@ -219,34 +216,3 @@ def _candidate(problem: Problem, candidate: Candidate) -> dict[str, Any]:
             for i, part in enumerate(candidate.sets)
         ],
     }
-
-
-def as_toml(outcome: Outcome) -> str:
-    """The best placement as tables of a run's configuration: pools, and which group is where. Tensor, pipeline and
-    expert parallel sizes are comments: they belong to the backend that splits a model so."""
-    candidate, work = outcome.candidates[0], outcome.problem.work
-    pools: dict[str, Any] = {}
-    groups: dict[str, Any] = {}
-    notes: list[str] = []
-    units = units_of(outcome.problem.models, shadows=candidate.strategy.shadows)
-    for i, part in enumerate(candidate.sets):
-        names = [member.unit.name for member in part.members]
-        pool = "generation" if names == ["rollout"] else "training" if "policy" in names else f"pool{i}"
-        pools[pool] = {"devices": part.devices}
-        for name in names:
-            layout = part.layouts[name]
-            groups[name] = {"pool": pool}
-            if units[name].generates:
-                groups[name]["replicas"] = layout.dp
-            elif layout.dp > 1 and units[name].trains:
-                groups[name]["data_parallel"] = layout.dp
-            if name == "shadow_critic":
-                groups[name]["follows"] = next(n for n, m in outcome.problem.models.items() if m.role == "critic")
-            if layout.model > 1 or layout.ep > 1:
-                notes.append(
-                    f"# {name}: tensor_parallel = {layout.tp}, pipeline_parallel = {layout.pp}, "
-                    f"expert_parallel = {layout.ep}"
-                )
-    head = {"max_staleness": work.max_staleness, "lookahead": work.ahead}
-    title = f"# {candidate.strategy.label}: {candidate.step:.1f} s per train step, as planned"
-    return "\n".join([title, *notes, tomli_w.dumps({**head, "pools": pools, "groups": groups})])

@@ -97,11 +97,20 @@ class _Search:
         )
 
     def _symmetric(self, strategy: Strategy) -> Candidate | Refused:
-        """One tensor-parallel size for training and generation."""
+        """One layout for training and generation: the one that [layouts] says, else tensor parallel alone."""
+        names = [name for name, unit in self.units.items() if unit.model.role == "policy"]
+        asked = {name: self.problem.fixed[name] for name in names if name in self.problem.fixed}
+        sizes = {(tp, pp) for tp, pp, _ in asked.values()} or {(tp, 1) for tp in (1, 2, 4, 8)}
+        if len(sizes) > 1 and asked:
+            said = " and ".join(
+                f"layouts.{name} says tensor_parallel {tp} * pipeline_parallel {pp}"
+                for name, (tp, pp, _) in asked.items()
+            )
+            return Refused(strategy.name, f"it trains and generates in one layout, and {said}; make them the same")
         found: list[Candidate | Refused] = []
-        for tp in (1, 2, 4, 8):
-            fixed = {**self.problem.fixed, "rollout": (tp, 1, 0)}
-            fixed |= {name: (tp, 1, 0) for name, unit in self.units.items() if unit.model.role == "policy"}
+        for tp, pp in sorted(sizes):
+            devices = {name: asked[name][2] if name in asked else 0 for name in names}
+            fixed = {**self.problem.fixed, **{name: (tp, pp, count) for name, count in devices.items()}}
             sets = Sets(self.problem.work, self.problem.fit, fixed, self.problem.most_pp)
             self.kept.append(sets)
             found.append(self._partition(strategy, sets))

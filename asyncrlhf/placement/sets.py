@@ -247,6 +247,8 @@ class Sets:
                 best = engine
         if best is not None:
             return best
+        if not options and unit.name in self.fixed:
+            return self._untiled(member)
         if not options:
             return Rejection(
                 f"rollout: no tensor parallel size of {unit.model.shape.heads} heads tiles {block.count} devices"

@@ -116,6 +116,11 @@ class Workload(Table, frozen=True, kw_only=True):
         """Prompt and answer."""
         return self.prompt_tokens + self.mean_response
 
+    def micro_batches(self, rows: float) -> int:
+        """Of `rows` sequences, as many as fit a micro-batch go together."""
+        each = max(1, int(self.micro_batch_tokens // self.mean_length))
+        return max(1, math.ceil(rows / each))
+
 
 @lru_cache(maxsize=64)
 def _longest(mean: float, cv: float, cut: int, observed: tuple[int, ...], answers: int) -> tuple[float, float]:

@@ -6,6 +6,7 @@ Ranks are ordered as megatron-core does by default, tp-cp-ep-dp-pp with tp faste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from asyncrlhf.errors import ConfigError
@@ -13,7 +14,16 @@ from asyncrlhf.messages.samples import Message
 from asyncrlhf.weights.layout import Holding, Layout, Place, Shelf, share
 from asyncrlhf.weights.shapes import ModelShape, Parameter, Part
 
-__all__ = ("MegatronParallel", "megatron_layout")
+__all__ = ("MegatronParallel", "megatron_layout", "padded_vocabulary")
+
+VOCABULARY_GRAIN = 128
+"""The vocabulary is filled up to a multiple of this, whatever the layout, so that checkpoints fit into others."""
+
+
+def padded_vocabulary(size: int, tensor_parallel: int) -> int:
+    """Rows of the embedding, padding included."""
+    grain = math.lcm(VOCABULARY_GRAIN, tensor_parallel)
+    return -(-size // grain) * grain
 
 
 class MegatronParallel(Message, frozen=True):
@@ -25,10 +35,10 @@ class MegatronParallel(Message, frozen=True):
     """Model chunks per pipeline rank (interleaved schedule)."""
     context: int = 1
     expert: int = 1
-    expert_tensor: int = 0
-    """Tensor parallelism inside an expert; 0: the same as `tensor`."""
+    expert_tensor: int = 1
+    """Tensor parallelism inside an expert."""
     padded_vocab: int = 0
-    """Rows of the embedding with padding; 0: the next multiple of 128 * tensor."""
+    """Rows of the embedding with padding; 0: `padded_vocabulary`."""
     transformer_engine: bool = False
     """Layer norms are part of the linear layer after them, and carry its name."""
     grouped_experts: bool = False
@@ -60,9 +70,9 @@ def megatron_layout(shape: ModelShape, parallel: MegatronParallel, places: Seque
     """Raises ConfigError when sizes do not divide."""
     stage_ranks = share("ranks of a megatron trainer over its pipeline stages", len(places), parallel.pipeline)
     share("ranks of a pipeline stage over tensor x context", stage_ranks, parallel.tensor * parallel.context)
-    expert_tensor = parallel.expert_tensor or parallel.tensor
     if shape.experts:
-        share("ranks of a pipeline stage over expert tensor x expert", stage_ranks, expert_tensor * parallel.expert)
+        experts = parallel.expert_tensor * parallel.expert
+        share("ranks of a pipeline stage over expert tensor x expert", stage_ranks, experts)
     elif parallel.expert > 1:
         raise ConfigError(f"expert parallelism of {parallel.expert} needs a model with experts; this one has none")
     parameters = shape.parameters()
@@ -81,14 +91,14 @@ class _Rank:
 
     def __init__(self, shape: ModelShape, parallel: MegatronParallel, tp: int, pp: int, in_stage: int) -> None:
         self.shape, self.parallel, self.tp, self.pp = shape, parallel, tp, pp
-        self.expert_tensor = parallel.expert_tensor or parallel.tensor
+        self.expert_tensor = parallel.expert_tensor
         self.etp = in_stage % self.expert_tensor
         local_experts = share("experts", shape.experts, parallel.expert)
         first = in_stage // self.expert_tensor % parallel.expert * local_experts
         self.experts = range(first, first + local_experts)
         chunks = parallel.pipeline * parallel.virtual_pipeline
         self.chunk_layers = share("layers over pipeline x virtual pipeline", shape.layers, chunks)
-        self.padded_vocab = parallel.padded_vocab or -(-shape.vocab // (128 * parallel.tensor)) * 128 * parallel.tensor
+        self.padded_vocab = parallel.padded_vocab or padded_vocabulary(shape.vocab, parallel.tensor)
         if self.padded_vocab < shape.vocab:
             raise ConfigError(f"padded_vocab = {self.padded_vocab} is less than the vocabulary of {shape.vocab}")
 

@@ -119,6 +119,10 @@ class Member(Engine):
         """Numbers in the parameters of this rank."""
         return sum(weight.numel() for weight in weights_of(self._trainer._model).values())
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters of this rank."""
+        return {name: tuple(weight.shape) for name, weight in weights_of(self._trainer._model).items()}
+
     def attention_calls(self, batch: TrainBatch, loss: Packed) -> int:
         """How often attention is computed in a step, micro-batches and layers counted apart."""
         count, original = 0, PackedAttention._attend
@@ -161,6 +165,7 @@ VERBS = {
     "gradients": f"{__name__}:same_for_all",
     "moments": "broadcast",
     "parameters": "broadcast",
+    "shapes": "broadcast",
     "attention_calls": "lead",
     "damage": "broadcast",
     "read": "lead",

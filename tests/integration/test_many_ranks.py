@@ -82,7 +82,7 @@ def test_a3_n6_ppo_on_two_ranks_each_is_the_run_of_one_and_goes_on_with_one(tmp_
         (["groups.policy.data_parallel=0"], "groups.policy.data_parallel"),
         (
             ["groups.policy.data_parallel=2", "groups.policy.device=cuda:1"],
-            'groups.policy.device = "cuda:1" is 1 GPU, and data_parallel = 2 takes as many',
+            'groups.policy.device = "cuda:1" is 1 GPU, and data_parallel = 2 takes 2',
         ),
         (
             ["groups.policy.attention=flash_attention_2", "groups.policy.layout=packed"],

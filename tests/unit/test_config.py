@@ -197,7 +197,17 @@ def test_a11_depth_and_bound_are_two_knobs(read: Load) -> None:
         (
             {"max_tokens": 8, "backend": "vllm", "tensor_parallel": 2, "device": "cuda:1"},
             "rollout",
-            'device = "cuda:1" is one GPU, and tensor_parallel = 2 takes 2',
+            'device = "cuda:1" is 1 GPU, and tensor_parallel = 2 takes 2',
+        ),
+        (
+            {"max_tokens": 8, "backend": "vllm", "replicas": 2, "tensor_parallel": 2, "device": "cuda:1"},
+            "rollout",
+            'device = "cuda:1" is 1 GPU, and replicas = 2 * tensor_parallel = 2 takes 4',
+        ),
+        (
+            {"backend": "megatron", "pipeline_parallel": 2, "device": "cuda:1"},
+            "reference",
+            'device = "cuda:1" is 1 GPU, and pipeline_parallel = 2 takes 2',
         ),
         ({}, "policy", "model, scratch: neither is set; set exactly one"),
         ({"model": "m", "scratch": {"characters": "a"}}, "policy", "model, scratch: both are set"),

@@ -78,6 +78,15 @@ def test_an_engine_sees_the_gpus_of_its_pool(tmp_path: Path) -> None:
     assert engines(tmp_path, pools="")["policy"][0].gpus is None
 
 
+def test_ranks_of_a_model_share_gpus_with_others_and_not_with_each_other(tmp_path: Path) -> None:
+    pool = ("pools.training.devices=2", "pools.training.engines_per_device=2")
+    found = engines(tmp_path, *pool, "groups.policy.data_parallel=2")
+    assert {name: [place.gpus for place in found[name]] for name in ("policy", "reference")} == {
+        "policy": [("4",), ("5",)],
+        "reference": [("4",)],
+    }
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -60,7 +60,7 @@ def layouts(draw: st.DrawFn, shape: ModelShape, first: int) -> Layout:
             pipeline=pipeline,
             virtual_pipeline=virtual,
             expert=expert,
-            expert_tensor=sized(draw, 0, 1),
+            expert_tensor=sized(draw, 1, tensor),
             padded_vocab=sized(draw, 0, 144),
         )
         ranks = tensor * pipeline * max(expert, sized(draw, 1, 2))

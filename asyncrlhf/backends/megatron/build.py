@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,23 +14,14 @@ from asyncrlhf.backends.megatron import families
 from asyncrlhf.backends.megatron.cpu import import_quietly
 from asyncrlhf.backends.megatron.layers import Norm, PackedAttention, ValueHead
 from asyncrlhf.backends.megatron.options import MegatronOptions
+from asyncrlhf.weights.megatron_layout import padded_vocabulary
 
-__all__ = ("build", "padded_vocabulary")
-
-VOCABULARY_GRAIN = 128
-"""The vocabulary is filled up to a multiple of this, whatever the layout, so that checkpoints fit into others."""
-
-
-def padded_vocabulary(size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding, padding included."""
-    grain = VOCABULARY_GRAIN
-    while grain % tensor_parallel:
-        grain += VOCABULARY_GRAIN
-    return -(-size // grain) * grain
+__all__ = ("build",)
 
 
 def build(options: MegatronOptions, config: Any, device: torch.device) -> tuple[Any, list[Any]]:
     """(TransformerConfig, chunks): this rank's GPTModel, or several with a virtual pipeline, not initialised."""
+    _name_missing_kernel()
     state = import_quietly("megatron.core.parallel_state")
     transformer = import_quietly("megatron.core.transformer").TransformerConfig(**_fields(options, config))
     chunks: list[Any] = []
@@ -78,6 +70,14 @@ def _fields(options: MegatronOptions, config: Any) -> dict[str, Any]:
     elif options.recompute == "selective":
         found |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return found
+
+
+@cache
+def _name_missing_kernel() -> None:
+    """Without Transformer Engine the router of experts asks for a function by a name that it does not have (0.16.1)."""
+    routing = import_quietly("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(routing, "te_general_gemm"):
+        routing.te_general_gemm = None
 
 
 def _leave(parameter: Tensor) -> Tensor:

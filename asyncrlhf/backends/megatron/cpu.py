@@ -75,7 +75,6 @@ def install() -> None:
     _replace_cuda()
     _replace_random()
     _replace_dispatch()
-    _replace_optimizer()
 
 
 class _CudaIsCpu(TorchFunctionMode):
@@ -184,31 +183,10 @@ def _forked(tracker: Any, name: str = "model-parallel-rng") -> Generator[None]:
 
 
 def _replace_dispatch() -> None:
-    """Two places of the expert layers that take CUDA, or Transformer Engine, for granted (0.16.1)."""
-    routing = import_quietly("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(routing, "te_general_gemm"):
-        routing.te_general_gemm = None
+    """A place of the expert layers that takes CUDA for granted (0.16.1)."""
     dispatcher = import_quietly("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _as_numbers
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
-
-
-def _replace_optimizer() -> None:
-    """torch's AdamW, which stands in for Transformer Engine's, has a step count per parameter; checkpoints do not."""
-    kind = import_quietly("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    original = kind._set_main_param_and_optimizer_states
-
-    def without_step(self: Any, model_param: Any, tensors: Any) -> None:
-        group, place = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        step = state.pop("step", None)
-        try:
-            original(self, model_param, tensors)
-        finally:
-            if step is not None:
-                state["step"] = step
-
-    kind._set_main_param_and_optimizer_states = without_step

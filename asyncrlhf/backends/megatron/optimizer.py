@@ -40,18 +40,23 @@ class Optimizer:
         )
         with calling():
             self.inner: Any = optimizer.get_megatron_optimizer(settings, model.wrapped)
+        for group in self.inner.param_groups:  # megatron-core leaves this to its own scheduler
+            group["weight_decay"] = options.weight_decay * group["wd_mult"]
         self.allocate()
 
     def allocate(self) -> None:
         """Make room for the moments now: not at the first step, when a run that fits so far would run out of memory."""
         for adamw in self.adamws():
+            counts = isinstance(adamw, torch.optim.AdamW)  # Transformer Engine's has a step count per group
             for parameter in (p for group in adamw.param_groups for p in group["params"]):
                 if not adamw.state[parameter]:
                     adamw.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+                    if counts:
+                        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                        adamw.state[parameter]["step"] = step
 
     def adamws(self) -> Iterator[torch.optim.Optimizer]:
         """This rank's optimizers: of dense parameters, and of experts if there are any."""

@@ -44,7 +44,7 @@ def likely_tokens(model: Model, count: int) -> tuple[int, ...]:
         best: list[tuple[float, int]] = []
 
         def keep(batch: MicroBatch, output: Tensor, best: list[tuple[float, int]] = best) -> Tensor:
-            logits = output[0, -1:].float()
+            logits = output[0, batch.numbers == batch.count - 1].float()  # [1, V / tensor parallel ranks], or [0, ...]
             first = model.standing.tensor.rank() * logits.shape[-1]
             if len(logits) and first < model.config.vocab_size:  # else this rank has padding, or other places, only
                 value, column = logits[0, : model.config.vocab_size - first].max(-1)

@@ -89,6 +89,7 @@ def load_state(model: Model, optimizer: Optimizer, directory: Path) -> None:
     model."""
     target = directory / STATE_DIRECTORY
     checkpointing = import_quietly("megatron.core.dist_checkpointing")
+    _load_without_step()
     with calling():
         try:
             found = checkpointing.load(_state(model, optimizer, loading=True), str(target))
@@ -149,6 +150,26 @@ def _write_in_process() -> None:
 
     files._results_queue = SimpleQueue[Any]()
     import_quietly("megatron.core.dist_checkpointing.strategies.torch").FileSystemWriterAsync = Writer
+
+
+@cache
+def _load_without_step() -> None:
+    """Let torch's AdamW, which stands in for Transformer Engine's, be loaded: it has a step count per parameter, which
+    checkpoints do not have and megatron-core (0.16.1) looks for."""
+    kind = import_quietly("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    original = kind._set_main_param_and_optimizer_states
+
+    def without_step(self: Any, model_param: Any, tensors: Any) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        step = state.pop("step", None)
+        try:
+            original(self, model_param, tensors)
+        finally:
+            if step is not None:
+                state["step"] = step
+
+    kind._set_main_param_and_optimizer_states = without_step
 
 
 @contextmanager

@@ -137,8 +137,8 @@ def _require_own_device(store: dist.TCPStore, rank: int, ranks: int, device: tor
     devices = {store.get(f"device/{other}") for other in range(ranks)}
     if len(devices) < ranks:
         raise ConfigError(
-            f"data_parallel = {ranks} takes {ranks} GPUs, and the ranks see {len(devices)}; lower it, or do not name "
-            "one GPU for all of them"
+            f"the model's {ranks} ranks take {ranks} GPUs, and see {len(devices)}; lower its parallel sizes, or do not "
+            "name one GPU for all of them"
         )
 
 

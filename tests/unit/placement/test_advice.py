@@ -5,7 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrlhf.config.groups import Scratch, TorchRollout, TorchScore, TorchTrain
+from msgspec.structs import replace
+
+from asyncrlhf.config.groups import (
+    MegatronScore,
+    MegatronTrain,
+    Scratch,
+    TorchRollout,
+    TorchScore,
+    TorchTrain,
+    VllmRollout,
+)
 from asyncrlhf.placement.advice import Facts, warnings
 from asyncrlhf.placement.earlier import least_host_bytes
 
@@ -47,7 +57,8 @@ def test_memory_that_does_not_fit() -> None:
 
 
 def test_least_host_memory_is_arithmetic(tmp_path: Path) -> None:
-    """Weights of every engine on the CPU, and four times that for a trained one; what is not known counts nothing."""
+    """Weights of every engine on the CPU, twice that for one that takes new ones, and four times that for a trained one
+    of torch; what is not known counts nothing."""
     keys = {
         "num_hidden_layers": 2,
         "hidden_size": 8,
@@ -63,7 +74,12 @@ def test_least_host_memory_is_arithmetic(tmp_path: Path) -> None:
     assert least_host_bytes([policy]) == 16 * params
     assert least_host_bytes([reference]) == 2 * params
     rollout = TorchRollout(model=str(tmp_path), device="cpu", replicas=3, max_tokens=4)
-    assert least_host_bytes([policy, reference, rollout]) == (16 + 2 + 12) * params
+    assert least_host_bytes([policy, reference, rollout]) == (16 + 2 + 24) * params
+    vllm = VllmRollout(model=str(tmp_path), device="cpu", replicas=2, max_tokens=4, dtype="bfloat16")
+    assert least_host_bytes([vllm]) == 2 * 2 * 2 * params
+    copies = TorchTrain(model=str(tmp_path), device="cpu", data_parallel=2)
+    assert least_host_bytes([copies]) == 2 * 16 * params
+    assert least_host_bytes([replace(copies, sharding="full")]) == 16 * params
     unknown = [
         TorchTrain(model=str(tmp_path / "later"), device="cpu"),
         TorchScore(model=str(tmp_path), device="cuda"),
@@ -72,3 +88,28 @@ def test_least_host_memory_is_arithmetic(tmp_path: Path) -> None:
         object(),
     ]
     assert least_host_bytes(unknown) is None
+
+
+def test_least_host_memory_of_ranks_that_share_a_model(tmp_path: Path) -> None:
+    """Every copy has weights and gradients, and all of them together one set of moments; experts have fewer copies."""
+    keys = {
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 16,
+        "num_attention_heads": 2,
+        "vocab_size": 10,
+        "tie_word_embeddings": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    routed = 2 * 4 * 3 * 8 * 16
+    dense = 2 * (4 * 8 * 8 + 4 * 8) + 10 * 8
+    model = {"model": str(tmp_path), "device": "cpu"}
+    alone = MegatronTrain(**model)
+    assert least_host_bytes([alone]) == 16 * (dense + routed)
+    assert least_host_bytes([replace(alone, dtype="bfloat16")]) == 18 * (dense + routed)
+    four = {"tensor_parallel": 2, "data_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4}
+    assert least_host_bytes([MegatronTrain(**model, **four)]) == 8 * (2 * dense + routed) + 8 * (dense + routed)
+    assert least_host_bytes([MegatronScore(**model, **four)]) == 4 * (2 * dense + routed)

@@ -8,12 +8,19 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 
 from asyncrlhf.__main__ import main
+from asyncrlhf.build import places
+from asyncrlhf.config.groups import MegatronTrain
+from asyncrlhf.config.load import load
 from asyncrlhf.placement.scaling import as_text, curve
 from asyncrlhf.placement.workload import Workload
+from asyncrlhf.pools import asks
+from asyncrlhf.wiring import wire
 from tests.unit.placement.scene import problem
 
 ROOT = Path(__file__).parents[3]
@@ -49,16 +56,68 @@ def test_json_holds_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> No
     assert any("split" in each["strategy"] for each in plan["rejected"])
 
 
-def test_tables_to_paste_are_toml(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *SMALL, 'strategies=["async"]', "--toml"]) == 0
+RUN = """
+algorithm = "algorithms.grpo:GRPO"
+run_dir = "run"
+train_steps = 1
+prompts_per_step = 2
+answers_per_prompt = 2
+off_policy = "decoupled"
+[data]
+source = "asyncrlhf.data.tasks:reverse"
+[groups.policy]
+model = "m"
+[groups.rollout]
+max_tokens = 4
+[groups.reference]
+[groups.reward]
+function = "tests.integration.tiny:graded"
+"""
+
+
+def merged(run: dict[str, Any], tables: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: merged(run[key], value) if isinstance(value, dict) and key in run else value
+        for key, value in tables.items()
+    }
+    return {**run, **both}
+
+
+@pytest.mark.parametrize("strategy", ["async", "colocate", "standalone"])
+@pytest.mark.parametrize("training", [(1, 1), (2, 4)])
+def test_tables_to_paste_are_those_of_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, strategy: str, training: tuple[int, int]
+) -> None:
+    tp, pp = training
+    sizes = f"{{policy={{tensor_parallel={tp}, pipeline_parallel={pp}}}, rollout={{tensor_parallel=1}}}}"
+    assert main(["plan", *SMALL, f'strategies=["{strategy}"]', f"layouts={sizes}", "--toml"]) == 0
     text = capsys.readouterr().out
+    assert text.startswith(f"# {strategy}: ")
     table = tomllib.loads(text)
     assert (table["max_staleness"], table["lookahead"]) == (2, 1)
-    assert set(table["pools"]) == {"generation", "training"}
-    assert sum(pool["devices"] for pool in table["pools"].values()) <= 16
-    assert table["groups"]["rollout"]["pool"] == "generation"
-    assert table["groups"]["rollout"]["replicas"] >= 1
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps(merged(tomllib.loads(RUN), table)))
+    config = load(str(path))
+    wiring = wire(config)
+    found = asks(config, [place for group in places(config, wiring).values() for place in group])
+    assert {ask.pool: ask.devices for ask in found} == {n: pool["devices"] for n, pool in table["pools"].items()}
+    policy = wiring.engines["policy"]
+    assert isinstance(policy, MegatronTrain)
+    assert (policy.tensor_parallel, policy.pipeline_parallel) == training
+    pool = policy.pool
+    assert config.pools[pool or ""].engines_per_device == [group["pool"] for group in table["groups"].values()].count(
+        pool
+    )
+
+
+def test_a_placement_that_a_run_has_no_keys_for_is_not_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = "layouts={rollout={tensor_parallel=2}}"
+    assert main(["plan", *SMALL, 'strategies=["colocate", "async"]', wide, "--toml"]) == 0
+    text = capsys.readouterr().out
     assert text.startswith("# async: ")
+    assert tomllib.loads(text)["groups"]["rollout"]["tensor_parallel"] == 2
+    assert main(["plan", *SMALL, 'strategies=["colocate"]', wide, "--toml"]) != 0
+    assert "engines of rollout with tensor_parallel = 2 share no GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

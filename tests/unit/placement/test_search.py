@@ -13,6 +13,8 @@ from msgspec.structs import replace as changed
 
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.placement.cluster import NODES, Block, Cluster
+from asyncrlhf.placement.layouts import Layout
+from asyncrlhf.placement.memory import pass_memory
 from asyncrlhf.placement.plan import Candidate, Problem
 from asyncrlhf.placement.rehearse import rehearse
 from asyncrlhf.placement.schedule import Task, schedule, tasks_of
@@ -23,7 +25,7 @@ from asyncrlhf.placement.strategies import STRATEGIES, partitions
 from asyncrlhf.placement.units import units_of
 from asyncrlhf.placement.value import Value, reward_latency
 from asyncrlhf.placement.workload import Lengths, Workload
-from tests.unit.placement.scene import problem
+from tests.unit.placement.scene import model, problem
 
 NAMES = ("qwen2.5-1.5b", "llama-7b", "llama-13b")
 
@@ -228,3 +230,28 @@ def test_flattening_is_refused_with_both_numbers() -> None:
     found = re.search(r"16 devices shard are gathered for every token: (\d+) ms, and (\d+) ms with", refused.reason)
     assert found is not None
     assert int(found[1]) > 20 * int(found[2])
+
+
+def test_alternating_keeps_the_layouts_that_were_asked_for() -> None:
+    fixed = {"rollout": (2, 2, 8)}
+    best = search(problem(8, "llama-7b", strategies=("alternating",), fixed=fixed)).best_of["alternating"]
+    for name in ("rollout", "policy"):
+        assert (best.sets[0].layouts[name].tp, best.sets[0].layouts[name].pp) == (2, 2)
+    with pytest.raises(ConfigError, match="on exactly 3 devices, as layouts.rollout says, does not tile 16"):
+        search(problem(16, "llama-7b", strategies=("alternating",), fixed={"rollout": (1, 1, 3)}))
+    both = {"rollout": (2, 1, 0), "policy": (4, 1, 0)}
+    with pytest.raises(ConfigError, match=r"rollout says tensor_parallel 2 .*layouts.policy says tensor_parallel 4"):
+        search(problem(8, "llama-7b", strategies=("alternating",), fixed=both))
+
+
+def test_no_more_micro_batches_wait_than_there_are() -> None:
+    """A stage keeps activations of as many micro-batches as there are stages, unless a batch has fewer."""
+    spec = model("llama-7b")
+    work = Workload(prompts_per_step=16, micro_batch_tokens=1)  # 16 micro-batches of one sequence
+
+    def kept(pp: int, dp: int = 1) -> float:
+        return pass_memory(spec, Layout(1, pp, dp), work)["activations"]
+
+    one, layer = kept(1), 34 * work.mean_length * spec.shape.hidden
+    assert kept(16) - layer == pytest.approx((one - layer) / 32 * 2 * 16)
+    assert kept(16, dp=4) - layer == pytest.approx((one - layer) / 32 * 2 * 4)
