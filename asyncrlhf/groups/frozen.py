@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import DataLost, EngineLost, GroupError
+from asyncrlhf.errors import ConfigError, DataLost, EngineLost, GroupError
 from asyncrlhf.groups.group import emit_busy
 from asyncrlhf.groups.ranks import Ranks, start_ranks
 from asyncrlhf.groups.supervisor import RestartBudget
@@ -163,7 +163,7 @@ class FrozenEngine:
             await asyncio.sleep(delay)
             try:
                 self._now = Incarnation(await self._spawn())
-            except GroupError as error:
+            except (GroupError, ConfigError) as error:  # the machine may have less than it had at first
                 reason, delay = str(error), self._budget.failed(loop.time())
                 continue
             self.incarnation += 1
