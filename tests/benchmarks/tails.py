@@ -88,10 +88,11 @@ def _length(seed: int) -> int:
 
 def _child(config: str) -> int:
     from asyncrlhf import build
+    from asyncrlhf.config.groups import TorchRollout
     from asyncrlhf.config.load import load
     from asyncrlhf.launch import run
 
-    build.SAMPLER = "tests.benchmarks.tails:TailSampler"
+    build.ENGINES[TorchRollout] = "tests.benchmarks.tails:TailSampler"
     return run(load(config))
 
 
