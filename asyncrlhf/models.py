@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrlhf.backends.megatron.sizes import require_fits, require_installed
-from asyncrlhf.config.groups import Frozen, MegatronFrozen, MegatronTrain, RolloutTable
+from asyncrlhf.config.groups import Frozen, MegatronFrozen, MegatronTrain, RolloutTable, VllmRollout
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config, Data
 from asyncrlhf.control.checkpoint import flush_tree
@@ -84,6 +84,8 @@ class Models:
             architecture = _under(wiring.key(name), read_config, directory, getattr(table, "head", "lm"))
             if isinstance(table, MegatronTrain | MegatronFrozen):
                 _under(wiring.key(name), require_fits, table, architecture)
+            if isinstance(table, VllmRollout):
+                _under(wiring.key(name), table.require_fits, architecture.get_text_config().num_attention_heads)
         tokenizer, shape = _tokenizer(first), json.loads((Path(first) / "config.json").read_bytes())
         for name in (*wiring.of_role("critic", "reference", "reward"), *wiring.judges):
             other = directories.get(name, first)

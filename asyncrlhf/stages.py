@@ -79,6 +79,8 @@ def _fixed(config: Config, wiring: Wiring, dataset: Dataset) -> dict[str, object
         "the number of data rows": dataset.report.row_count,
     }
     for name in wiring.of_role("policy", "critic"):
+        table = wiring.tables[name]
+        fixed[f"groups.{name}.backend"] = type(table).__struct_config__.tag
         for key in ("model", "scratch"):
-            fixed[f"groups.{name}.{key}"] = getattr(wiring.tables[name], key)
+            fixed[f"groups.{name}.{key}"] = getattr(table, key)
     return fixed

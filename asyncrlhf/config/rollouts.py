@@ -113,3 +113,12 @@ class VllmRollout(RolloutTable, frozen=True, kw_only=True, tag_field="backend", 
                 f"core = {self.core} is one core for tensor_parallel = {self.tensor_parallel} processes; leave it out"
             )
         self.require_gpus({"replicas": self.replicas, "tensor_parallel": self.tensor_parallel})
+
+    def require_fits(self, heads: int) -> None:
+        """Raises ConfigError if a model with so many attention heads cannot be shared by these processes."""
+        if heads % self.tensor_parallel:
+            fits = [str(size) for size in range(1, heads + 1) if heads % size == 0]
+            raise ConfigError(
+                f"tensor_parallel = {self.tensor_parallel} does not divide {heads} attention heads; use "
+                f"{' or '.join(fits)}"
+            )

@@ -59,6 +59,13 @@ def test_a_run_goes_on_though_a_key_is_newer_than_its_checkpoint(forks: Forks, t
     path.write_text(json.dumps(manifest))
     assert forks.start(tmp_path, name, "train_steps=3").wait() == 0
     assert scene.summary(run)["train_steps"] == 3
+    summary = (run / "summary.json").read_bytes()
+    megatron = forks.start(
+        tmp_path, name, "train_steps=4", "groups.policy.backend=megatron", "groups.policy.device=cpu"
+    )
+    assert megatron.wait() == 2
+    assert "groups.policy.backend was 'torch' when" in megatron.text
+    assert (run / "summary.json").read_bytes() == summary
     other = forks.start(tmp_path, name, "train_steps=4", "groups.policy.scratch.config.hidden_size=32")
     assert other.wait() == 2
     assert "a resume cannot change it" in other.text

@@ -273,6 +273,13 @@ def test_vllm_needs_its_package_and_a_process_of_its_own(monkeypatch: pytest.Mon
         require_vllm("groups.rollout", "local")
 
 
+def test_processes_of_vllm_share_whole_heads() -> None:
+    table: Any = convert({"max_tokens": 8, "backend": "vllm", "tensor_parallel": 3}, schema.ROLES["rollout"], "r")
+    table.require_fits(6)
+    with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide 4 attention heads; use 1 or 2 or 4"):
+        table.require_fits(4)
+
+
 def test_a_reward_is_a_function_unless_a_backend_is_named_and_a_critic_has_values() -> None:
     assert convert({"function": "m:f"}, schema.ROLES["reward"]) == schema.Rules(function="m:f")
     table = convert({"backend": "torch", "model": "m"}, schema.ROLES["reward"])
