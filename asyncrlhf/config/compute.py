@@ -17,7 +17,7 @@ __all__ = (
 
 
 class Compute(Table, frozen=True, kw_only=True):
-    """What every torch group says about its hardware."""
+    """What every group with a model says about its hardware."""
 
     pool: Name | None = None
     """Pool that its engines are in; left out: "generation" for rollout groups and "training" for others, if there."""

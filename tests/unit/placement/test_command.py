@@ -144,7 +144,6 @@ def test_what_cannot_be_planned_is_one_line_and_exit_2(
 
 
 def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     assert main(["plan", *SMALL, "--gantt", str(tmp_path / "plan.png")]) == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plan", *SMALL, "--gantt", str(tmp_path / "plan.unknown")]) == 2
