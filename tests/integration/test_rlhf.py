@@ -217,7 +217,10 @@ def test_ppo_s_other_choices_run(changes: list[str]) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("inside")
 def test_ppo_by_reference_is_the_same_run() -> None:
-    """Answers, reference log-probs, values, advantages and proximal log-probs go from actor to actor."""
+    """Answers, reference log-probs, values, advantages and proximal log-probs go from actor to actor.
+
+    The same up to float32: where a buffer begins in memory decides how torch adds up, so the last bits may differ.
+    """
     same = ["train_steps=4", "max_staleness=0", "lookahead=0", "order=admission"]
     assert run(load("ppo.toml", same)) == 0
     expected = rows("ppo")
@@ -225,7 +228,10 @@ def test_ppo_by_reference_is_the_same_run() -> None:
     assert run(load("ppo.toml", [*same, "runtime=ray", "ray.inline_bytes=0", "checkpoint.every=1"])) == 0
     for row, found in zip(expected, rows("ppo"), strict=True):
         for name in ("reward/mean", "state/kl", "loss/loss", "critic/loss", "critic/explained_variance", "grad_norm"):
-            assert row.get(name) == found.get(name), name
+            if row.get(name) is None:
+                assert found.get(name) is None, name
+            else:
+                assert found[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.usefixtures("inside")
