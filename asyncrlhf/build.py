@@ -13,7 +13,7 @@ import msgspec
 from asyncrlhf.abc import EngineSpec, Needs, Place, Runtime
 from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.rules import RuleOptions
-from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, TrainerOptions
+from asyncrlhf.backends.torch.options import SamplerOptions, ScorerOptions, ShadowOptions, TrainerOptions
 from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.config.convert import convert
 from asyncrlhf.config.groups import (
@@ -26,6 +26,7 @@ from asyncrlhf.config.groups import (
     Rules,
     TorchReward,
     TorchRollout,
+    TorchShadow,
     TorchTrain,
     Trained,
     VllmRollout,
@@ -36,7 +37,17 @@ from asyncrlhf.data.source import open_dataset
 from asyncrlhf.errors import ConfigError, DataError, SampleError
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.ledger import LedgerRules
-from asyncrlhf.groups import CriticGroup, Group, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups import (
+    CriticGroup,
+    Group,
+    PolicyGroup,
+    ReferenceGroup,
+    RewardGroup,
+    RolloutGroup,
+    ShadowGroup,
+    TrainGroup,
+)
+from asyncrlhf.groups.follower import Follower
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.rollout import Sampling
 from asyncrlhf.groups.scorers import ModelScorer, RuleScorer
@@ -54,6 +65,7 @@ MEGATRON = "asyncrlhf.backends.megatron.train:MegatronTrainer"
 MEGATRON_SCORER = "asyncrlhf.backends.megatron.score:MegatronScorer"
 SAMPLER = "asyncrlhf.backends.torch.sample:TorchSampler"
 VLLM = "asyncrlhf.backends.vllm.engine:VllmSampler"
+SHADOW = "asyncrlhf.backends.torch.shadow:TorchShadow"
 SCORER = "asyncrlhf.backends.torch.score:TorchScorer"
 RULES = "asyncrlhf.backends.rules:RuleEngine"
 ENGINES = {
@@ -62,6 +74,7 @@ ENGINES = {
     MegatronFrozen: MEGATRON_SCORER,
     TorchRollout: SAMPLER,
     VllmRollout: VLLM,
+    TorchShadow: SHADOW,
 }
 """Table -> the engines it describes; others score."""
 SILENCE = 1.0
@@ -167,7 +180,7 @@ def build_groups(
     patience = config.limits.stall_timeout
     groups: dict[str, Group] = {}
     for name, table in wiring.engines.items():
-        role, key = wiring.roles.get(name, "judge"), wiring.key(name)
+        role, key = wiring.role(name), wiring.key(name)
         if isinstance(table, Trained):
             kind = PolicyGroup if role == "policy" else CriticGroup
             options = _options(
@@ -194,6 +207,26 @@ def build_groups(
             )
         elif isinstance(table, RolloutTable):
             groups[name] = _rollout_group(config, name, table, where[name], models, runtime, gate, log)
+        elif isinstance(table, TorchShadow):
+            options = _options(
+                ShadowOptions,
+                key,
+                table,
+                model=models.directories[name],
+                temperature=temperature,
+                head=table.head,
+                transport=runtime.transport,
+            )
+            groups[name] = ShadowGroup(
+                name,
+                log,
+                runtime,
+                [_spec(place, options) for place in where[name]],
+                follows=table.follows,
+                max_restarts=table.max_restarts,
+                reply_timeout=patience / 2,
+                start_timeout=patience,
+            )
         elif isinstance(table, Frozen):
             options = _options(
                 MegatronOptions if isinstance(table, MegatronFrozen) else ScorerOptions,
@@ -220,12 +253,15 @@ def build_groups(
             options = _options(RuleOptions, key, table, where=key)
             frozen = FrozenEngine(log, runtime, _spec(where[name][0], options), max_restarts=table.max_restarts)
             groups[name] = RewardGroup(name, log, RuleScorer(frozen, models.decode, silence=table.timeout + SILENCE))
+    for group in groups.values():
+        if isinstance(group, ShadowGroup) and isinstance(critic := groups[group.follows], CriticGroup):
+            critic.shadow = group
     return groups
 
 
 def _engines(table: Compute) -> int:
     """Replicas, or ranks."""
-    if isinstance(table, RolloutTable):
+    if isinstance(table, RolloutTable | TorchShadow):
         return table.replicas
     return table.ranks
 
@@ -252,7 +288,7 @@ def _on_gpu(table: Compute, asked: Needs | None) -> bool:
 
 def starters(groups: dict[str, Group]) -> list[Callable[[], Any]]:
     """The `start` of every group that has engines."""
-    kinds = TrainGroup | RolloutGroup | ReferenceGroup | RewardGroup
+    kinds = TrainGroup | Follower | ReferenceGroup | RewardGroup
     return [group.start for group in groups.values() if isinstance(group, kinds)]
 
 

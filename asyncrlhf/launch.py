@@ -23,6 +23,7 @@ from asyncrlhf.errors import AsyncRLHFError, CheckpointError, ConfigError
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.models import Models
 from asyncrlhf.placement.advice import warnings
+from asyncrlhf.placement.arrange import set_lines
 from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_pools
 from asyncrlhf.session import Session
@@ -35,6 +36,7 @@ __all__ = ("check", "run")
 def check(config: Config) -> str:
     """The resolved configuration and what follows from it, as text. Raises ConfigError, DataError. Loads no torch."""
     stage = prepare(config)
+    config = stage.config
     engines = [place for group in places(config, stage.wiring).values() for place in group]
     require_pools(config, engines)
     facts = facts_before(
@@ -45,7 +47,10 @@ def check(config: Config) -> str:
     )
     moved = plan_lines(stage.wiring.engines)
     advice = [f"warning: {text}" for text in warnings(facts)]
-    return f"{stage.text}\n" + "\n".join([*derive(config).lines(), *pool_lines(config, engines), *moved, *advice])
+    shared = stage.arrangement
+    sets = [] if shared is None else set_lines(shared, stage.wiring.engines, config.lookahead or 0)
+    facts_lines = [*derive(config).lines(), *sets, *pool_lines(config, engines), *moved, *advice]
+    return f"{stage.text}\n" + "\n".join(facts_lines)
 
 
 def run(config: Config) -> int:

@@ -87,7 +87,7 @@ class Models:
             if isinstance(table, VllmRollout):
                 _under(wiring.key(name), table.require_fits, architecture.get_text_config().num_attention_heads)
         tokenizer, shape = _tokenizer(first), json.loads((Path(first) / "config.json").read_bytes())
-        for name in (*wiring.of_role("critic", "reference", "reward"), *wiring.judges):
+        for name in (*wiring.of_role("critic", "reference", "reward"), *wiring.judges, *wiring.shadows):
             other = directories.get(name, first)
             if other != first and _tokenizer(other).get_vocab() != tokenizer.get_vocab():
                 raise ConfigError(

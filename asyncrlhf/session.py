@@ -25,6 +25,7 @@ from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.control.evaluation import Evaluator
 from asyncrlhf.control.rundir import ITS_OWN_END, Resume
 from asyncrlhf.control.signals import StopSignals
+from asyncrlhf.control.turns import take_turns
 from asyncrlhf.control.waits import waits_of
 from asyncrlhf.errors import (
     AsyncRLHFError,
@@ -151,6 +152,8 @@ class Session:
         payloads = [] if resumed is None else resumed.payloads
         self.gate.payloads.update({e.prompt.uid: e for e in payloads if e.prompt.uid in ledger.live})
         self.groups = build_groups(config, wiring, self.models, self.runtime, self.gate, observer.log)
+        shared = {} if self.stage.arrangement is None else self.stage.arrangement.turns
+        self.turns = take_turns(shared, self.groups, self.gate, observer.log)
         self.trained = {name: group for name, group in self.groups.items() if isinstance(group, TrainGroup)}
         self.coordinator = Coordinator(
             self.gate,
@@ -189,9 +192,7 @@ class Session:
                 prompts_per_step=config.prompts_per_step,
                 answers_per_prompt=config.answers_per_prompt,
                 train_steps=config.train_steps,
-                groups={
-                    name: GroupShape(self.wiring.roles.get(name, "judge"), self._ranks(name)) for name in self.groups
-                },
+                groups={name: GroupShape(self.wiring.role(name), self._ranks(name)) for name in self.groups},
             )
         )
         if self.stage.dataset.report.malformed_count:
@@ -315,7 +316,9 @@ class Session:
     def _waits(self) -> list[str]:
         """Who waits for whom, a line each."""
         now = asyncio.get_running_loop().time()
-        return waits_of(self.gate, self.coordinator, self.groups, self._queues(), self.runtime.in_flight(), now)
+        return waits_of(
+            self.gate, self.coordinator, self.groups, self._queues(), self.runtime.in_flight(), now, self.turns
+        )
 
     def _say_waits(self) -> None:
         """To standard error and to the event log."""

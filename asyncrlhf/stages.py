@@ -14,6 +14,8 @@ from asyncrlhf.control.rundir import RunDirectory
 from asyncrlhf.data.source import Dataset, open_dataset
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models import Models
+from asyncrlhf.placement.arrange import Arrangement, arrange, filled, with_shadows
+from asyncrlhf.pools import engines_are_here, visible_gpus
 from asyncrlhf.wiring import Wiring, wire
 
 __all__ = ("Stage", "prepare")
@@ -29,6 +31,8 @@ class Stage(NamedTuple):
     directory: RunDirectory
     dataset: Dataset
     held_out: Dataset | None
+    arrangement: Arrangement | None
+    """Which groups share devices."""
     after: tuple[Stage, ...]
     """Stages that have to be complete first."""
 
@@ -41,7 +45,7 @@ class Stage(NamedTuple):
 
 def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
     """Raises ConfigError or DataError for anything that can be seen to be wrong. `chain`: files that lead here."""
-    wiring = wire(config)
+    config, wiring, arrangement = _placed(config)
     evaluation = config.evaluation
     dataset = open_dataset(config.data, config.seed)
     held_out = open_dataset(evaluation.rows(config.data), config.seed, "evaluation") if evaluation.every else None
@@ -55,15 +59,29 @@ def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
         if path in chain:
             raise ConfigError(f"after: {path} comes after itself; take it out of one of the files")
         after.append(prepare(load(path), (*chain, path)))
-    text = resolved(config, wiring.tables, wiring.judges)
+    text = resolved(config, {**wiring.tables, **wiring.shadows}, wiring.judges)
     directory = RunDirectory(config, text, _fixed(config, wiring, dataset), dataset.count)
-    stage = Stage(config, wiring, text, directory, dataset, held_out, tuple(after))
+    stage = Stage(config, wiring, text, directory, dataset, held_out, arrangement, tuple(after))
     own = directory.path.resolve()
     for other in stage.all_after():
         if other.directory.path.resolve() == own:
             raise ConfigError(f'run_dir = "{config.run_dir}" is also that of a stage in `after`; give each its own')
     Models.require(wiring, [other.directory.path for other in stage.all_after()])
     return stage
+
+
+def _placed(config: Config) -> tuple[Config, Wiring, Arrangement | None]:
+    """The configuration with what `[placement]` implies."""
+    wiring = wire(config)
+    config = with_shadows(config, wiring.roles)
+    wiring = wire(config)
+    roles = {name: wiring.role(name) for name in wiring.engines}
+    arrangement = arrange(config, roles, wiring.engines)
+    if arrangement is None:
+        return config, wiring, None
+    gpus = len(visible_gpus()) if engines_are_here(config) else config.placement.devices
+    config = filled(config, arrangement, wiring.engines, roles, gpus)
+    return config, wire(config), arrangement
 
 
 def _fixed(config: Config, wiring: Wiring, dataset: Dataset) -> dict[str, object]:

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrlhf.algorithm import Algorithm
 from asyncrlhf.config.convert import convert
-from asyncrlhf.config.groups import ROLES, Compute, Trained, VllmRollout
+from asyncrlhf.config.groups import ROLES, Compute, TorchShadow, Trained, VllmRollout
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.rollouts import LOWEST_TEMPERATURE
 from asyncrlhf.config.schema import Config
@@ -49,6 +49,8 @@ class Wiring:
     """Group fields -> their validated table."""
     judges: Mapping[str, msgspec.Struct]
     """Judges of the evaluation -> their validated table."""
+    shadows: Mapping[str, TorchShadow]
+    """Groups that follow a critic and stand for it -> their validated table."""
     experience: str
     """Field of the experience queue."""
     experience_type: type[Experience]
@@ -61,8 +63,12 @@ class Wiring:
 
     @property
     def engines(self) -> Mapping[str, msgspec.Struct]:
-        """Tables of all groups that have engines, judges included."""
-        return {**self.tables, **self.judges}
+        """Tables of all groups that have engines, judges and shadows included."""
+        return {**self.tables, **self.shadows, **self.judges}
+
+    def role(self, name: str) -> str:
+        """Of any group that has engines: one of ROLES, or "judge"."""
+        return self.roles.get(name, "shadow" if name in self.shadows else "judge")
 
     def key(self, name: str) -> str:
         """Where the table of a group lies in the configuration."""
@@ -113,8 +119,9 @@ def wire(config: Config) -> Wiring:
     ):
         if part not in found:
             raise ConfigError(f'algorithm = "{config.algorithm}" has no field of type {annotation}; give it one')
+    shadows = _shadows(config, roles)
     for name in config.groups:
-        if name not in roles:
+        if name not in roles and name not in shadows:
             raise ConfigError(
                 f"groups.{name}: {config.algorithm} has no such group; it has {', '.join(sorted(roles)) or 'none'}"
                 f"{_nearest(name, roles)}"
@@ -138,6 +145,7 @@ def wire(config: Config) -> Wiring:
         roles=roles,
         tables=tables,
         judges=judges,
+        shadows=shadows,
         experience_type=experience_type,
         stage_queues=stage_queues,
         settings=_settings(config, setting_types, required),
@@ -145,6 +153,26 @@ def wire(config: Config) -> Wiring:
     )
     _check(config, wiring)
     return wiring
+
+
+def _shadows(config: Config, roles: Mapping[str, str]) -> dict[str, TorchShadow]:
+    """Groups that no field asks for and that follow another: critics' copies."""
+    found: dict[str, TorchShadow] = {}
+    critics = [name for name, role in roles.items() if role == "critic"]
+    for name, table in config.groups.items():
+        if name not in roles and "follows" in table:
+            shadow = convert(table, TorchShadow, f"groups.{name}")
+            if shadow.follows not in critics:
+                known = f"use one of {', '.join(critics)}" if critics else f"{config.algorithm} has none"
+                raise ConfigError(f'groups.{name}.follows = "{shadow.follows}" is not a critic; {known}')
+            twin = next((other for other, each in found.items() if each.follows == shadow.follows), None)
+            if twin is not None:
+                raise ConfigError(
+                    f'groups.{name} and groups.{twin} both follow "{shadow.follows}"; a critic has one shadow: use '
+                    "replicas"
+                )
+            found[name] = shadow
+    return found
 
 
 def _algorithm(config: Config) -> type[Algorithm]:

@@ -4,6 +4,7 @@ from asyncrlhf.abc.engine import Engine as Engine
 from asyncrlhf.abc.engine import GenerateEngine as GenerateEngine
 from asyncrlhf.abc.engine import RewardEngine as RewardEngine
 from asyncrlhf.abc.engine import ScoreEngine as ScoreEngine
+from asyncrlhf.abc.engine import ShadowEngine as ShadowEngine
 from asyncrlhf.abc.engine import TrainEngine as TrainEngine
 from asyncrlhf.abc.runtime import EngineHandle as EngineHandle
 from asyncrlhf.abc.runtime import EngineSpec as EngineSpec

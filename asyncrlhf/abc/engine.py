@@ -24,7 +24,7 @@ from asyncrlhf.messages import (
     WeightHandle,
 )
 
-__all__ = ("Engine", "GenerateEngine", "RewardEngine", "ScoreEngine", "TrainEngine")
+__all__ = ("Engine", "GenerateEngine", "RewardEngine", "ScoreEngine", "ShadowEngine", "TrainEngine")
 
 
 class Engine:
@@ -112,6 +112,26 @@ class TrainEngine(ScoreEngine):
     @abstractmethod
     def load_state(self, directory: Path) -> None:
         """Restore what `save_state` wrote; the next step is then exactly the step that would have followed."""
+
+
+class ShadowEngine(ScoreEngine):
+    """A copy of a critic: it reads as the critic does, with weights that were published."""
+
+    @abstractmethod
+    def prepare(self, weights: WeightHandle) -> None:
+        """As of a GenerateEngine."""
+
+    @abstractmethod
+    def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
+        """Take over the prepared weights, between two calls; `kv` means nothing here."""
+
+    @abstractmethod
+    def values(self, batch: TrainBatch) -> Sequence[Array]:
+        """The value of every response token: one float32 array [response length] per row."""
+
+    @abstractmethod
+    def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array] | float]:
+        """As of a TrainEngine; a column `values` of the batch takes the place of a forward."""
 
 
 class GenerateEngine(Engine, ABC):

@@ -28,6 +28,7 @@ __all__ = (
     "TorchFrozen",
     "TorchReward",
     "TorchScore",
+    "TorchShadow",
 )
 
 
@@ -120,6 +121,20 @@ class TorchReward(TorchFrozen, frozen=True, kw_only=True):
     the policy's."""
     calibrate: Calibration | None = None
     """Give scores in standard deviations from the mean of these answers; left out: as the model says."""
+    head: ClassVar[Head] = "value"
+    """Which outputs are read."""
+
+
+class TorchShadow(TorchFrozen, frozen=True, kw_only=True):
+    """Copies of a critic that give its values, with the weights that it published last. A table of this kind belongs to
+    no field of the algorithm: what asks the critic for values is answered here."""
+
+    follows: Name
+    """The critic."""
+    replicas: Positive = 1
+    """Copies, each of which reads some of the rows."""
+    model: Name | None = None
+    """Directory with the model's shape; left out: the followed group's."""
     head: ClassVar[Head] = "value"
     """Which outputs are read."""
 

@@ -14,6 +14,7 @@ from asyncrlhf.config.frozen import MegatronScore as MegatronScore
 from asyncrlhf.config.frozen import Rules as Rules
 from asyncrlhf.config.frozen import TorchReward as TorchReward
 from asyncrlhf.config.frozen import TorchScore as TorchScore
+from asyncrlhf.config.frozen import TorchShadow as TorchShadow
 from asyncrlhf.config.rollouts import RolloutTable as RolloutTable
 from asyncrlhf.config.rollouts import TorchRollout as TorchRollout
 from asyncrlhf.config.rollouts import VllmRollout as VllmRollout
@@ -42,6 +43,7 @@ __all__ = (
     "TorchReward",
     "TorchRollout",
     "TorchScore",
+    "TorchShadow",
     "TorchTrain",
     "Trained",
     "VllmRollout",
@@ -54,5 +56,6 @@ ROLES: dict[str, type[Struct]] = {
     "rollout": cast("type[Struct]", TorchRollout | VllmRollout),
     "reference": cast("type[Struct]", TorchScore | MegatronScore),
     "reward": cast("type[Struct]", Rules | TorchReward | MegatronReward),
+    "shadow": TorchShadow,
 }
 """The table of each role, or a union of them, told apart by the key `backend`; without it the first counts."""

@@ -37,6 +37,7 @@ from asyncrlhf.config.groups import TorchRollout as TorchRollout
 from asyncrlhf.config.groups import TorchScore as TorchScore
 from asyncrlhf.config.groups import TorchTrain as TorchTrain
 from asyncrlhf.config.groups import VllmRollout as VllmRollout
+from asyncrlhf.config.placement import Placement
 from asyncrlhf.errors import ConfigError
 
 __all__ = (
@@ -292,6 +293,8 @@ class Config(Table, frozen=True, kw_only=True):
     """What is shown."""
     ray: Ray = Ray()
     """Which Ray."""
+    placement: Placement = Placement()
+    """Which groups share devices, and take turns."""
     pools: dict[str, Pool] = field(default_factory=dict)
     """Where groups compute; left out: engines take what they find, and ask a cluster for nothing."""
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)

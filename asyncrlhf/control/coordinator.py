@@ -8,8 +8,9 @@ at once or one after another. An engine that fails or is late is fenced, restart
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Literal
 
 from msgspec.structs import replace
@@ -71,6 +72,7 @@ class Coordinator:
         self._stop = asyncio.Event()
         for follower in followers:
             follower.on_failure = self._failed(follower)
+            follower.newest = partial(self._newest, follower)
         gate.whereabouts = lambda uid, attempt: ", ".join(k for f in followers for k in f.engines_of(uid, attempt))
 
     @property
@@ -164,15 +166,8 @@ class Coordinator:
             self._fenced, self._largest_gap = [], 0.0
             try:
                 with self._gate.trainer_waits():
-                    await self._side_by_side("prepare")
-                    if self._rolling:
-                        await self._one_after_another("commit")
-                    else:
-                        await self._side_by_side("commit")
-                    while not self._members.serving:
-                        self._joined.clear()
-                        with self._waiting("a rollout engine", "that serves"):
-                            await self._joined.wait()
+                    async with self._turns():
+                        await self._take_over()
             finally:
                 if self._mode == "drain":
                     for follower in self._followers:
@@ -191,6 +186,26 @@ class Coordinator:
             )
         )
         self._gate.publish(self._members.published if self._followers else version)
+
+    async def _take_over(self) -> None:
+        """Both phases, on every engine that serves; waits for one that does."""
+        await self._side_by_side("prepare")
+        if self._rolling:
+            await self._one_after_another("commit")
+        else:
+            await self._side_by_side("commit")
+        while not self._members.serving:
+            self._joined.clear()
+            with self._waiting("a rollout engine", "that serves"):
+                await self._joined.wait()
+
+    @asynccontextmanager
+    async def _turns(self) -> AsyncGenerator[None, None]:
+        """The turns of all followers: in between nobody else computes on their devices, and they stay awake."""
+        async with AsyncExitStack() as turns:
+            for follower in self._followers:
+                await turns.enter_async_context(follower.turn.taken())
+            yield
 
     @contextmanager
     def _waiting(self, whom: str, what: str) -> Generator[None]:
@@ -256,11 +271,17 @@ class Coordinator:
         if weights.changed or source not in self._whole:
             self._whole[source] = replace(weights, changed=True)
 
+    def _newest(self, follower: RolloutGroup) -> WeightHandle | None:
+        """What an engine takes that has none, all of it; None: nothing has been exported yet."""
+        whole = self._whole.get(follower.follows)
+        return None if whole is None else replace(whole, version=self._weights[follower.follows].version)
+
     async def _send(self, follower: RolloutGroup, replica: Replica) -> int:
         """Both phases for an engine that does not serve yet; gives the version it then holds. Raises GroupError."""
-        weights = replace(self._whole[follower.follows], version=self._weights[follower.follows].version)
+        weights = self._newest(follower)
+        assert weights is not None
         try:
-            async with asyncio.timeout(self._timeout):
+            async with follower.turn.taken(), asyncio.timeout(self._timeout):
                 await follower.prepare(replica, weights)
                 await follower.commit(replica, weights.version)
                 await self._probe(follower, replica, weights)

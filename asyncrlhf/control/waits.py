@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrlhf.abc import InFlight
 from asyncrlhf.control.coordinator import Coordinator
+from asyncrlhf.control.turns import Turns
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.queue import Queue, QueueStatistics
 from asyncrlhf.groups import Group, RolloutGroup, TrainGroup
@@ -29,10 +30,12 @@ def waits_of(
     queues: Sequence[Queue[Any]],
     calls: Iterable[InFlight],
     now: float,
+    turns: Sequence[Turns] = (),
 ) -> list[str]:
     """One line for everybody who waits. `now` and the times of `calls` are the event loop's."""
     step = f"train step {_step(gate)}"
     waits = [*_trainer(gate, step, now), *_leases(gate), *_calls(calls, groups, step, now)]
+    waits += [wait for each in turns for wait in each.waits(now)]
     waits += [Wait("the publish", whom, what, now - since) for (whom, what), since in coordinator.waits.items()]
     return wait_lines(waits, _notes(groups, queues))
 

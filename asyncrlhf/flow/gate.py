@@ -51,6 +51,8 @@ class Gate:
         self.last_failure: BaseException | None = None
         self.whereabouts: Callable[[int, int], str] = lambda uid, attempt: ""
         """Where the answers of a lease (uid, attempt) are, in words; set by whoever sends them to engines."""
+        self.on_moved: Callable[[], None] = _nothing
+        """Called behind every transaction."""
         self._rows, self._emit = rows, emit
         self._wait_timeout = wait_timeout
         self._loop = asyncio.get_running_loop()
@@ -289,6 +291,7 @@ class Gate:
             self._advancing = False
         if self.ended:
             self._wake_all()
+        self.on_moved()
 
     def _admit(self) -> bool:
         while self._waiters and self._waiters[0].done():
@@ -400,3 +403,7 @@ class Gate:
                 trainer.set_exception(error)
             else:
                 trainer.set_result(None)
+
+
+def _nothing() -> None:
+    pass

@@ -52,6 +52,10 @@ class Replica:
     handle: EngineHandle | None = None
     incarnation: int = 0
     serving: bool = False
+    version: int = -1
+    """Of the weights that it has committed last."""
+    asleep: bool = False
+    """Its devices are another group's for now."""
     aborting: int = 0
     """Aborts that it has not answered yet."""
     requests: dict[str, GenerateRequest] = field(default_factory=dict[str, GenerateRequest])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from asyncrlhf.errors import ConfigError, DataLost, EngineLost, GroupError
 from asyncrlhf.groups.group import emit_busy
 from asyncrlhf.groups.ranks import Ranks, start_ranks
 from asyncrlhf.groups.supervisor import RestartBudget
+from asyncrlhf.groups.turn import ALONE, Turn
 from asyncrlhf.messages import EngineEvent, ParallelLayout, Rollout, TrainBatch, sequence_column
 from asyncrlhf.observe.events import Restarted
 from asyncrlhf.observe.log import EventLog
@@ -51,6 +52,7 @@ class FrozenEngine:
         `call_timeout`: seconds after which an engine that has not answered is given up; None: it has for ever.
         `max_restarts`: within an hour."""
         self.spec = specs[0]
+        self.turn: Turn = ALONE
         self._specs, self._layout = specs, layout or ParallelLayout(data=len(specs))
         self.incarnation = 0
         self.log, self._runtime, self._call_timeout = log, runtime, call_timeout
@@ -62,7 +64,8 @@ class FrozenEngine:
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
-        self._now = Incarnation(await self._spawn())
+        async with self.turn.taken():
+            self._now = Incarnation(await self._spawn())
 
     @asynccontextmanager
     async def supervised(self) -> AsyncGenerator[None, None]:
@@ -118,6 +121,23 @@ class FrozenEngine:
     async def ask(self, engine: Incarnation, verb: str, *arguments: Any) -> Any:
         """The result of one call. Raises EngineLost if this incarnation is lost, or given up for its silence, and
         DataLost if it is what it was to read."""
+        async with self.turn.taken():
+            return await self._ask(engine, verb, *arguments)
+
+    async def rest(self) -> None:
+        """Leave the device to others; one that is lost has left."""
+        await self._move("offload")
+
+    async def resume(self) -> None:
+        """Come back to it."""
+        await self._move("onload")
+
+    async def _move(self, verb: str) -> None:
+        if self._now is not None and not self._now.lost:
+            with suppress(EngineLost):  # whoever asks it next sees that, and has it started again
+                await self._ask(self._now, verb)
+
+    async def _ask(self, engine: Incarnation, verb: str, *arguments: Any) -> Any:
         if engine.lost:
             raise EngineLost(engine.lost)
         try:
@@ -162,7 +182,8 @@ class FrozenEngine:
         while delay is not None:
             await asyncio.sleep(delay)
             try:
-                self._now = Incarnation(await self._spawn())
+                async with self.turn.taken():
+                    self._now = Incarnation(await self._spawn())
             except (GroupError, ConfigError) as error:  # the machine may have less than it had at first
                 reason, delay = str(error), self._budget.failed(loop.time())
                 continue

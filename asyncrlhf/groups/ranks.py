@@ -27,6 +27,8 @@ VERBS: Mapping[str, str] = {
     "scores": "3d",
     "apply": "lead",
     "export": "announce",
+    "offload": "lead",
+    "onload": "lead",
     "save_model": "lead",
     "save_state": "lead",
     "load_state": "lead",

@@ -16,11 +16,11 @@ class ReferenceGroup(Group):
 
     def __init__(self, name: str, log: EventLog, engine: FrozenEngine) -> None:
         super().__init__(name, log)
-        self._engine = engine
+        self.engine = engine
 
     async def start(self) -> None:
         """Spawn the engine. Raises GroupError with the original traceback."""
-        await self._engine.start()
+        await self.engine.start()
 
     async def logprobs(self, rollout: Rollout) -> PerToken:
         """Log-prob of every response token of every answer at the run's temperature. Raises DataLost."""
@@ -28,13 +28,13 @@ class ReferenceGroup(Group):
 
     async def serve(self) -> None:
         """Consumes rollouts, produces log-probs; waits for the engine, and for its restart."""
-        async with self._engine.supervised():
+        async with self.engine.supervised():
             await super().serve()
 
     async def handle(self, requests: list[Request]) -> None:
         rollouts: list[Rollout] = [request.arguments[0] for request in requests]
         try:
-            found = await self._engine.read("logprobs", rollouts)
+            found = await self.engine.read("logprobs", rollouts)
         except AsyncRLHFError as error:
             for request in requests:
                 refuse(request, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncrlhf.errors import SampleError
+from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.group import Group, Request, answer, refuse
 from asyncrlhf.groups.scorers import Scorer as Scorer
 from asyncrlhf.messages import PerSample, Rollout
@@ -20,6 +21,11 @@ class RewardGroup(Group):
     def __init__(self, name: str, log: EventLog, scorer: Scorer) -> None:
         super().__init__(name, log, inbox=65536)
         self._scorer = scorer
+
+    @property
+    def engine(self) -> FrozenEngine | None:
+        """The scorer's, if it computes on devices that it may share."""
+        return self._scorer.engine
 
     async def start(self) -> None:
         """Start the scorer's engine, if it has one. Raises GroupError with the original traceback."""

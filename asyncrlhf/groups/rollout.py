@@ -8,19 +8,18 @@ engine together, which computes their common prefix once.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import AsyncRLHFError, ConfigError, GroupError, SampleError
+from asyncrlhf.errors import AsyncRLHFError, SampleError
 from asyncrlhf.groups.answers import Replica as Replica
 from asyncrlhf.groups.answers import Sampling as Sampling
 from asyncrlhf.groups.answers import Task
 from asyncrlhf.groups.answers import answer_seed as answer_seed
-from asyncrlhf.groups.group import Group, Request, spawned
-from asyncrlhf.groups.supervisor import RestartBudget
+from asyncrlhf.groups.follower import Follower
+from asyncrlhf.groups.group import Request
 from asyncrlhf.messages import (
     EngineEvent,
     Failed,
@@ -32,9 +31,8 @@ from asyncrlhf.messages import (
     Rollout,
     Sample,
     Segment,
-    WeightHandle,
 )
-from asyncrlhf.observe.events import Restarted, Sampled
+from asyncrlhf.observe.events import Sampled
 from asyncrlhf.observe.log import EventLog
 
 __all__ = ("LeaseReports", "Replica", "RolloutGroup", "Sampling", "answer_seed")
@@ -56,8 +54,10 @@ LAST_WORDS = 5.0
 """Seconds that a group which has been closed waits for the aborts still under way."""
 
 
-class RolloutGroup(Group):
+class RolloutGroup(Follower):
     """The generation pool."""
+
+    sleeps = ("sleep", "wake")
 
     def __init__(
         self,
@@ -76,14 +76,20 @@ class RolloutGroup(Group):
     ) -> None:
         """`reply_timeout`: seconds an engine may take to accept or to give back answers before it is fenced.
         `start_timeout`: seconds it may take to start; None: for ever."""
-        super().__init__(name, log)
-        self.follows = follows
+        super().__init__(
+            name,
+            log,
+            runtime,
+            specs,
+            follows=follows,
+            kv=kv,
+            max_restarts=max_restarts,
+            reply_timeout=reply_timeout,
+            start_timeout=start_timeout,
+        )
         self.sampling = sampling
-        self.replicas = [Replica(f"{name}/{spec.rank}", spec, RestartBudget(limit=max_restarts)) for spec in specs]
-        self.on_failure: Callable[[Replica, str], None] = lambda replica, reason: None
         self.evaluation_tokens = 0
-        self._runtime, self._leases, self._kv = runtime, leases, kv
-        self._reply_timeout, self._start_timeout = reply_timeout, start_timeout
+        self._leases = leases
         self._calls: set[asyncio.Task[None]] = set()
         self._background: asyncio.TaskGroup | None = None
         self._tasks: dict[str, Task] = {}
@@ -91,21 +97,8 @@ class RolloutGroup(Group):
         self._held_back: list[GenerateRequest] = []
         self._held = False
         self._numbers = 0
-
-    async def start(self) -> None:
-        """Spawn every engine. Raises GroupError with the original traceback."""
-        async with asyncio.TaskGroup() as tasks:
-            for replica in self.replicas:
-                tasks.create_task(self.spawn(replica))
-
-    async def spawn(self, replica: Replica) -> None:
-        """Build the engine of a replica under its current incarnation."""
-        incarnation = replica.incarnation
-
-        def on_events(events: Sequence[EngineEvent]) -> None:
-            self._on_events(replica, incarnation, events)
-
-        replica.handle = await spawned(self._runtime, replica.spec, on_events, self._start_timeout)
+        self._outside_count = 0  # answers outstanding that no lease stands for
+        self._has_work, self._leave = asyncio.Event(), asyncio.Event()
 
     # ---- verbs -------------------------------------------------------------------------------------------------
     async def sample(self, prompt: Prompt) -> Rollout:
@@ -137,23 +130,6 @@ class RolloutGroup(Group):
                 self._abandon(task)
 
     # ---- control lane: publishing --------------------------------------------------------------------------------
-    async def prepare(self, replica: Replica, weights: WeightHandle) -> None:
-        """First phase on one engine."""
-        await self._engine(replica).call("prepare", weights)
-
-    async def commit(self, replica: Replica, version: int) -> None:
-        """Second phase on one engine, at its next token boundary."""
-        await self._engine(replica).call("commit", version, self._kv)
-
-    async def probe(self, replica: Replica, weights: WeightHandle) -> float:
-        """Largest difference, in nats, between what one engine says about the probe of the weights that it has
-        committed and what it should say: NaN if one is not finite, 0 without a probe."""
-        if weights.probe is None:
-            return 0.0
-        said: Sequence[float] = await self._engine(replica).call("probe", weights.probe.token_ids)
-        gaps = [abs(a - b) for a, b in zip(said, weights.probe.logprobs, strict=True)]
-        return max(gaps) if all(map(math.isfinite, gaps)) else math.nan
-
     async def drained(self, replica: Replica, *, alone: bool = False) -> None:
         """Wait until an engine has no answer to a lease outstanding (evaluations are swapped in flight). Requests that
         come meanwhile wait for `release`, or if it is drained `alone` go to the others."""
@@ -169,6 +145,7 @@ class RolloutGroup(Group):
         for replica in replicas or self.replicas:
             replica.draining = False
         self.flush()
+        self._note_turn()
 
     def flush(self) -> None:
         """An engine has come to serve: send what had none to go to, unless all are being drained."""
@@ -178,8 +155,7 @@ class RolloutGroup(Group):
     def fence(self, replica: Replica) -> None:
         """Refuse everything this incarnation may still say. Its leases are dropped, to be leased again; its other
         answers begin anew elsewhere."""
-        replica.serving = False
-        replica.incarnation += 1
+        super().fence(replica)
         lost, replica.requests = replica.requests, {}
         replica.idle.set()
         for request_id, request in lost.items():
@@ -189,25 +165,14 @@ class RolloutGroup(Group):
             elif task is not None:
                 self._reported[request_id] = Counter()
                 self._dispatch([request])
-
-    async def restart(self, replica: Replica, delay: float) -> None:
-        """A fresh engine in a fenced one's place, after `delay` seconds; it serves once the coordinator has it joined.
-        Raises GroupError, for a ConfigError too: the machine refuses (memory not free yet), and may not next time."""
-        old, replica.handle = replica.handle, None
-        if old is not None:
-            await old.close()
-        await asyncio.sleep(delay)
-        try:
-            await self.spawn(replica)
-        except ConfigError as error:
-            raise GroupError(str(error)) from error
-        self.emit(Restarted(group=self.name, rank=replica.spec.rank, incarnation=replica.incarnation))
+        self._note_turn()
 
     # ---- the actor -----------------------------------------------------------------------------------------------
     async def serve(self) -> None:
         """Consumes requests, gives them to engines; their events complete the replies. Waits for the inbox, not for
         engines: calls to those run beside it."""
         async with asyncio.TaskGroup() as self._background:
+            keeper = self._background.create_task(self._keep_turn(), name=f"{self.name}.turn")
             try:
                 await super().serve()
                 if self._calls:
@@ -215,10 +180,47 @@ class RolloutGroup(Group):
                     for call in unanswered:
                         call.cancel()
             finally:
+                keeper.cancel()
                 self._background = None
+
+    # ---- devices that are shared ---------------------------------------------------------------------------------
+    @property
+    def wants(self) -> bool:
+        """Whether there are answers to go on with, and an engine that could."""
+        serving = [replica for replica in self.replicas if replica.serving]
+        return any(replica.requests for replica in serving) or bool(serving and self._held_back and not self._held)
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether somebody waits for these answers who keeps training waiting: an evaluation, a drain."""
+        return self.wants and (self._outside_count > 0 or any(replica.draining for replica in self.replicas))
+
+    async def _wake(self, replica: Replica, handle: EngineHandle) -> None:
+        """With the newest weights; its answers go on."""
+        weights = self.newest()
+        if weights is not None and await self._change(replica, handle, "wake", weights):
+            replica.asleep = False
+
+    async def _keep_turn(self) -> None:
+        """Waits for answers to go on with, then for the turn; has it until there are none, or others are due."""
+        while self.turn.shared:
+            await self._has_work.wait()
+            self._leave.clear()
+            async with self.turn.kept(self._leave):
+                await self._leave.wait()
+
+    def _note_turn(self) -> None:
+        if self.turn.shared:
+            if self.wants:
+                self._has_work.set()
+            else:
+                self._has_work.clear()
+                self._leave.set()
+            self.turn.note()
 
     async def handle(self, requests: list[Request]) -> None:
         self._dispatch([answer for request in requests for answer in self._split(request.arguments[0])])
+        self._note_turn()
 
     def _split(self, task: Task) -> Iterable[GenerateRequest]:
         sampling, prompt, self._numbers = self.sampling, task.prompt, self._numbers + 1
@@ -226,6 +228,7 @@ class RolloutGroup(Group):
             request_id = f"{self._numbers}.{prompt.uid}.{prompt.attempt}.{number}"
             task.answers[request_id] = number
             self._tasks[request_id] = task
+            self._outside_count += not task.lease
             self._reported[request_id] = Counter()
             yield GenerateRequest(
                 request_id=request_id,
@@ -239,7 +242,7 @@ class RolloutGroup(Group):
     def _dispatch(self, requests: list[GenerateRequest]) -> None:
         """To the serving engine with the fewest answers outstanding, one that leaves an abort unanswered last, or where
         others of their long prompt are; kept while there is none or all are drained."""
-        serving = [replica for replica in self.replicas if replica.serving and not replica.draining]
+        serving = [r for r in self.replicas if r.serving and not r.draining and not r.asleep]
         if self._held or not serving:
             self._held_back += requests
             return
@@ -265,6 +268,7 @@ class RolloutGroup(Group):
             self._note_idle(replica)
         for request_id in left:
             self._forget(task, request_id)
+        self._note_turn()
 
     def _note_idle(self, replica: Replica) -> None:
         """Tell a drain when the last answer to a lease is in."""
@@ -280,21 +284,6 @@ class RolloutGroup(Group):
             replica.aborting -= 1
             for request_id in ids:
                 self._forget(task, request_id)
-
-    async def _call(self, replica: Replica, incarnation: int, verb: str, argument: object) -> Any:
-        """One call to an engine, unless it was fenced meanwhile. One that fails or is not answered has it fenced."""
-        if replica.incarnation != incarnation:
-            return None
-        try:
-            async with asyncio.timeout(self._reply_timeout):
-                return await self._engine(replica).call(verb, argument)
-        except TimeoutError:
-            reason = f"no answer to {verb} within {self._reply_timeout:g} s"
-        except GroupError as error:
-            reason = str(error)
-        if replica.incarnation == incarnation:
-            self.on_failure(replica, reason)
-        return None
 
     def _start(self, call: Coroutine[Any, Any, None]) -> bool:
         """Run a call to an engine beside the actor; False when the actor has ended."""
@@ -357,6 +346,7 @@ class RolloutGroup(Group):
         self._forget(task, request_id)
         if not task.answers and not task.reply.done():
             self._complete(task)
+        self._note_turn()
 
     def _complete(self, task: Task) -> None:
         prompt = task.prompt
@@ -391,10 +381,6 @@ class RolloutGroup(Group):
 
     def _forget(self, task: Task, request_id: str) -> None:
         task.answers.pop(request_id, None)
-        self._tasks.pop(request_id, None)
+        if self._tasks.pop(request_id, None) is not None:
+            self._outside_count -= not task.lease
         self._reported.pop(request_id, None)
-
-    def _engine(self, replica: Replica) -> EngineHandle:
-        if replica.handle is None:
-            raise GroupError(f"{replica.key} has no engine: it was fenced and has not been restarted yet")
-        return replica.handle

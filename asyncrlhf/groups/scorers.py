@@ -25,6 +25,11 @@ PATIENCE = 5.0
 class Scorer(Protocol):
     """Scores the answers of one rollout, in their order. Raises SampleError naming uid and answer."""
 
+    @property
+    def engine(self) -> FrozenEngine | None:
+        """Its engine, if it computes on devices that it may share."""
+        ...
+
     async def start(self) -> None: ...
 
     def supervised(self) -> AbstractAsyncContextManager[None]:
@@ -46,6 +51,10 @@ class RuleScorer:
         the function's own time-out; one that gives none within PATIENCE is started again."""
         self._engine, self._decode, self._silence = engine, decode, silence
         self._turns = _Turns()
+
+    @property
+    def engine(self) -> None:
+        """Reward functions compute on CPUs."""
 
     async def start(self) -> None:
         await self._engine.start()
@@ -145,24 +154,24 @@ class ModelScorer:
     def __init__(self, engine: FrozenEngine, calibration: Sequence[Rollout] = (), *, warning: str = "") -> None:
         """`calibration`: answers whose mean score becomes 0, with a deviation of 1. `warning`: what the log is to say
         about them."""
-        self._engine, self._calibration, self._warning = engine, calibration, warning
+        self.engine, self._calibration, self._warning = engine, calibration, warning
         self._mean, self._deviation = 0.0, 1.0
         self._waiting: dict[asyncio.Future[PerSample], Rollout] = {}
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
         """Raises GroupError, also when the answers to calibrate with all score the same."""
-        await self._engine.start()
+        await self.engine.start()
         if self._warning:
-            self._engine.log.emit(Warned(message=self._warning))
+            self.engine.log.emit(Warned(message=self._warning))
         if not self._calibration:
             return
         scores: list[float] = []
-        for found in await self._engine.read("scores", self._calibration):
+        for found in await self.engine.read("scores", self._calibration):
             if isinstance(found, DataLost):
                 raise found
             scores += map(float, found)
-        what = f"group {self._engine.spec.group!r}: of the {len(scores)} answers to calibrate with"
+        what = f"group {self.engine.spec.group!r}: of the {len(scores)} answers to calibrate with"
         advice = "use a trained reward model, or leave calibrate out"
         broken = sum(not math.isfinite(score) for score in scores)
         if broken:
@@ -172,7 +181,7 @@ class ModelScorer:
             raise GroupError(f"{what} all have the score {self._mean:g}; {advice}")
 
     def supervised(self) -> AbstractAsyncContextManager[None]:
-        return self._engine.supervised()
+        return self.engine.supervised()
 
     async def score(self, rollout: Rollout) -> PerSample:
         reply: asyncio.Future[PerSample] = asyncio.get_running_loop().create_future()
@@ -192,7 +201,7 @@ class ModelScorer:
     async def _read(self) -> None:
         """All that wait, in one forward. Who is cancelled meanwhile leaves the others waiting for the next turn."""
         waiting = dict(self._waiting)
-        found = await self._engine.read("scores", list(waiting.values()))
+        found = await self.engine.read("scores", list(waiting.values()))
         for reply, scores in zip(waiting, found, strict=True):
             if self._waiting.pop(reply, None) is None:
                 continue

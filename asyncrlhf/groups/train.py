@@ -12,6 +12,8 @@ from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
 from asyncrlhf.groups.group import Group, Request, TooLate, answer, refuse, within
 from asyncrlhf.groups.ranks import VERBS, start_ranks
+from asyncrlhf.groups.shadow import ShadowGroup
+from asyncrlhf.groups.turn import ALONE, Turn
 from asyncrlhf.messages import (
     Array,
     Column,
@@ -59,6 +61,9 @@ class TrainGroup(Group):
         super().__init__(name, log)
         self.specs = specs
         self.layout, self._verbs = layout or ParallelLayout(data=len(specs)), verbs
+        self.turn: Turn = ALONE
+        self.shadow: ShadowGroup | None = None
+        """Copies that are asked for values in this group's place."""
         self.optimizer_steps = 0
         self.applied_since_publish = 0
         self.rejections_since_publish: list[str] = []
@@ -76,9 +81,10 @@ class TrainGroup(Group):
 
     async def start(self) -> None:
         """Spawn the engines. Raises GroupError with the original traceback."""
-        self._engine = await start_ranks(
-            self._runtime, self.specs, self.layout, self._on_events, self._call_timeout, self._verbs
-        )
+        async with self.turn.taken():
+            self._engine = await start_ranks(
+                self._runtime, self.specs, self.layout, self._on_events, self._call_timeout, self._verbs
+            )
 
     @property
     def engine(self) -> EngineHandle:
@@ -109,7 +115,12 @@ class TrainGroup(Group):
     async def apply(self, transform: Transform, batch: TrainBatch) -> TrainBatch:
         """The batch with the columns that a transform computes beside this model (GAE beside the critic); what it
         measures is reported."""
-        found: dict[str, Sequence[Array] | float] = await self.ask("apply", pack(transform), batch.without_origin())
+        request = pack(transform), batch.without_origin()
+        found: Mapping[str, Sequence[Array] | float]
+        if self.shadow is not None and transform.needs_forward:
+            found = await self.shadow.apply(*request)
+        else:
+            found = await self.ask("apply", *request)
         columns: dict[str, Column] = {}
         measures: dict[str, float] = {}
         for name, value in found.items():
@@ -142,9 +153,23 @@ class TrainGroup(Group):
         self._begun = self._proximal = None
         return result
 
+    async def rest(self) -> None:
+        """Leave the devices to others. Raises GroupError."""
+        if self._engine is not None:
+            await self._ask("offload")
+
+    async def resume(self) -> None:
+        """Come back to them. Raises GroupError."""
+        if self._engine is not None:
+            await self._ask("onload")
+
     async def _call(self, verb: str, *arguments: object, after: asyncio.Task[None] | None = None) -> Any:
-        """`after`: the request that the engine is at, if any. Raises EngineLost, and ends the engine, when it does not
-        come back."""
+        """`after`: the request that the engine is at, if any. Waits for the turn first. Raises as `_ask` does."""
+        async with self.turn.taken():
+            return await self._ask(verb, *arguments, after=after)
+
+    async def _ask(self, verb: str, *arguments: object, after: asyncio.Task[None] | None = None) -> Any:
+        """Raises EngineLost, and ends the engine, when it does not come back."""
         try:
             call = self.engine.call(verb, *arguments)
             return await within(self._call_timeout, call, f"group {self.name!r}: {verb}", after=after)

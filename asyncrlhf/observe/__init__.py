@@ -24,6 +24,7 @@ from asyncrlhf.observe.events import Sampled as Sampled
 from asyncrlhf.observe.events import Scored as Scored
 from asyncrlhf.observe.events import Settled as Settled
 from asyncrlhf.observe.events import StepEnded as StepEnded
+from asyncrlhf.observe.events import TurnTaken as TurnTaken
 from asyncrlhf.observe.events import WaitsSeen as WaitsSeen
 from asyncrlhf.observe.events import Warned as Warned
 from asyncrlhf.observe.events import decode_event as decode_event

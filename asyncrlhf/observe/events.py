@@ -35,6 +35,7 @@ __all__ = (
     "Scored",
     "Settled",
     "StepEnded",
+    "TurnTaken",
     "WaitsSeen",
     "Warned",
     "decode_event",
@@ -184,6 +185,14 @@ class StepEnded(Event, frozen=True):
     seconds: float
 
 
+class TurnTaken(Event, frozen=True):
+    """`group` computes on shared `devices` now: after `seconds` in which others left them and it came."""
+
+    devices: str
+    group: str
+    seconds: float
+
+
 class Published(Event, frozen=True):
     """Every serving engine has committed `version`, after `seconds`, of which the trainer waited `exposed`."""
 
@@ -304,6 +313,7 @@ AnyEvent = (
     | Evaluated
     | WaitsSeen
     | Warned
+    | TurnTaken
     | RunEnded
 )
 

@@ -23,6 +23,7 @@ from asyncrlhf.observe.events import (
     Scored,
     Settled,
     StepEnded,
+    TurnTaken,
     encode_json,
     finite,
 )
@@ -46,7 +47,8 @@ class RowView(Protocol):
 class Metrics:
     """View: one row per train step that was not void, in metrics.jsonl and to the row views.
 
-    All times are in seconds. `time/step` is the length of the step, `time/void` what void attempts before it took.
+    All times are in seconds. `time/step` is the length of the step, `time/void` what void attempts before it took,
+    `time/switch` what groups took to leave devices that they share, and others to come.
     `busy/<group>` is in seconds (mean over its engines), `busy/generate` and `busy/train` are shares of `time/step`,
     and so are what else the two pools did: `wait/generate` and `wait/train` (nothing; for a batch), `sync/generate`
     (taking weights, a part of its busy share) and `sync/train` (publishing them).
@@ -126,6 +128,8 @@ class Metrics:
                 self._probe_gap = event.probe_gap
             case Checkpointed():
                 self._times["time/checkpoint"] += event.seconds
+            case TurnTaken():
+                self._times["time/switch"] += event.seconds
             case Evaluated():
                 self._count_nonfinite((event.reward_mean, *event.judges.values()))
                 self._evaluated = event
@@ -190,7 +194,7 @@ class Metrics:
 
     @staticmethod
     def _no_times() -> dict[str, float]:
-        return dict.fromkeys(("time/void", "time/publish", "time/exposed_sync", "time/checkpoint"), 0.0)
+        return dict.fromkeys(("time/void", "time/publish", "time/exposed_sync", "time/checkpoint", "time/switch"), 0.0)
 
 
 def _pool_shares(busy: BusyShares, seconds: float, exposed: float, popped: Popped | None) -> dict[str, Cell]:

@@ -15,6 +15,7 @@ import msgspec
 from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm
 from asyncrlhf.control.checkpoint import FORMAT, Manifest
 from asyncrlhf.control.coordinator import Coordinator
+from asyncrlhf.control.turns import Turns
 from asyncrlhf.control.waits import waits_of
 from asyncrlhf.flow.gate import Gate, Popped
 from asyncrlhf.flow.ledger import Ledger
@@ -58,6 +59,7 @@ class Run(typing.Generic[A]):
         self.saved: Saved | None = None
         self.crashed = False
         self.groups: dict[str, Group] = {}
+        self.turns: list[Turns] = []
         self._watch, self._keep = watch, keep
         self._watch_error: Exception | None = None
         self._last: Popped | None = None
@@ -113,7 +115,8 @@ class Run(typing.Generic[A]):
     def waits(self, queues: Sequence[StageQueue[Any]] = ()) -> list[str]:
         """Who waits for whom now, a line each."""
         now = asyncio.get_running_loop().time()
-        return waits_of(self.gate, self.coordinator, self.groups, queues, self.runtime.in_flight(), now)
+        calls = self.runtime.in_flight()
+        return waits_of(self.gate, self.coordinator, self.groups, queues, calls, now, self.turns)
 
     async def _launch(self) -> None:
         await self.coordinator.start()

@@ -54,6 +54,8 @@ class Scenario:
     counted: bool = True
     """Whether the ledger knows from the start how many rows there are."""
 
+    together: Sequence[tuple[tuple[str, str], ...]] = ()
+    """Sets of devices whose groups take turns: (group, lane) of each; see control/turns.py."""
     replicas: int = 2
     sampler: FakeSamplerOptions = FakeSamplerOptions()
     trainer: FakeTrainerOptions = FakeTrainerOptions()

@@ -20,6 +20,7 @@ from asyncrlhf.algorithm import Algorithm, state_numbers
 from asyncrlhf.control.checkpoint import Manifest
 from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.control.evaluation import Evaluator
+from asyncrlhf.control.turns import take_turns
 from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.ledger import Ledger
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
@@ -77,6 +78,8 @@ async def build_run(
     run.gate.on_popped = run.take_popped
     run.gate.payloads.update({e.prompt.uid: e for e in payloads if e.prompt.uid in ledger.live})
     _build_groups(run, algorithm, hints)
+    sets = {f"set {number}": members for number, members in enumerate(scenario.together)}
+    run.turns = take_turns(sets, run.groups, run.gate, run.log)
     trained = [group for group in run.groups.values() if isinstance(group, TrainGroup)]
     followers = [group for group in run.groups.values() if isinstance(group, RolloutGroup)]
     run.coordinator = Coordinator(

@@ -33,6 +33,7 @@ __all__ = (
     "SamplerOptions",
     "ScorerOptions",
     "ScratchOptions",
+    "ShadowOptions",
     "TrainerOptions",
 )
 
@@ -78,6 +79,13 @@ class ScorerOptions(Table, frozen=True, kw_only=True):
     head: Head = "lm"
     """"value": a scalar head instead of the output embedding (a critic, a reward model). One to be trained starts at 0
     if the directory has none."""
+
+
+class ShadowOptions(ScorerOptions, frozen=True, kw_only=True):
+    """A copy of a critic."""
+
+    transport: str = INPROC
+    """Import path of the WeightTransfer that brings the weights."""
 
 
 class TrainerOptions(ScorerOptions, frozen=True, kw_only=True):

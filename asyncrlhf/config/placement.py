@@ -1,0 +1,66 @@
+"""The table that says which groups share devices, and whether they take turns there. Torch-free."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Literal
+
+from msgspec import field
+
+from asyncrlhf.config.bounds import Count, Name, Table
+from asyncrlhf.errors import ConfigError
+
+__all__ = ("Placement", "StrategyName")
+
+StrategyName = Literal[
+    "colocate",
+    "flattening",
+    "interleaving",
+    "separation",
+    "standalone",
+    "split",
+    "async",
+    "alternating",
+    "auto",
+]
+
+
+class Placement(Table, frozen=True, kw_only=True):
+    """Sets of groups that share devices: at most one of `strategy` and `sets`. With neither groups are where their
+    pools put them, and nobody takes turns."""
+
+    strategy: StrategyName | None = None
+    """"colocate" or "flattening": all models on all devices. "interleaving": the same, but models that read answers
+    divide the devices among them and read at once. "separation": each model on its own devices, and the critic's values
+    come from a copy. "standalone": each model on its own devices, the policy beside its rollout engines. "split":
+    rollout, policy and reference | critic and reward models. "async": rollout | all others. "alternating": as colocate,
+    and there are as many rollout engines as ranks of the policy. "auto": the planner's best."""
+    sets: list[list[Name]] = field(default_factory=list[list[Name]])
+    """Groups that share devices, set by set, in the place of a strategy. Example: [["rollout", "policy"], ["critic"]].
+    A group in none has its own."""
+    turns: Literal["auto", "all", "none"] = "auto"
+    """Where one group of a set computes while the others sleep. "auto": where a rollout group is with others; "all": in
+    every set; "none": nowhere, so all of them have to fit."""
+    devices: Count = 0
+    """GPUs, or engines on CPUs, in all. Where all models share them it is also the size of groups that say none
+    (replicas, data_parallel); 0: as the groups say. With "auto" what the plan is for; 0: this machine's."""
+    node: Name | None = None
+    """Type of the nodes, for "auto": as in the cluster of a plan ("H100", "CPU", ...); required with GPUs."""
+    shared_shadow: bool = False
+    """With "separation": the critic's copy is on the rollout engines' devices."""
+
+    def __post_init__(self) -> None:
+        if self.strategy is not None and self.sets:
+            raise ConfigError(f'strategy = "{self.strategy}" and sets = {self.sets} both say who shares; set one')
+        if self.shared_shadow and self.strategy != "separation":
+            raise ConfigError(
+                f'shared_shadow = true and strategy = "{self.strategy}": only "separation" has a shadow; set that, or '
+                "remove the first"
+            )
+        if self.node is not None and self.strategy != "auto":
+            raise ConfigError(f'node = "{self.node}" is for strategy = "auto", and it is "{self.strategy}"; remove it')
+        seen: set[str] = set()
+        for name in chain.from_iterable(self.sets):
+            if name in seen:
+                raise ConfigError(f'sets = {self.sets} has "{name}" twice; a group is in one set')
+            seen.add(name)

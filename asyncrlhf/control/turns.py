@@ -1,0 +1,217 @@
+"""Turns: the groups of one set of devices, of which one computes while the others sleep.
+
+A group that asks (training, reading, publishing) waits for the group that has the turn, and whoever samples keeps it
+until it has nothing left to do or others are due: a trained model at once, between two tokens; a model that reads
+answers when what waits for it makes a batch. From the pop of a batch to the next one the sampler does not come back but
+to take weights. Nobody holds a turn while it waits for anything but an engine, so nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+
+from asyncrlhf.flow.gate import Gate
+from asyncrlhf.groups import Group, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups.turn import Tenant
+from asyncrlhf.observe.events import TurnTaken
+from asyncrlhf.observe.log import EventLog
+from asyncrlhf.observe.waits import Wait
+
+__all__ = ("Turns", "take_turns")
+
+
+@dataclass(eq=False)
+class Seat:
+    """A group's place at the table, and the Turn that it is given."""
+
+    turns: Turns
+    name: str
+    tenant: Tenant
+    lane: str
+    """Seats of different lanes are on different devices of the set; "" is on all of them."""
+    shared: bool = True
+    awake: bool | None = False
+    """None: a switch was cut short, and nobody knows."""
+    holders: int = 0
+    keeps: asyncio.Event | None = None
+    """Set to have the sampler leave; None: it does not keep the turn."""
+
+    def taken(self) -> AbstractAsyncContextManager[None]:
+        return self.turns.held(self, None)
+
+    def kept(self, leave: asyncio.Event) -> AbstractAsyncContextManager[None]:
+        return self.turns.held(self, leave)
+
+    def note(self) -> None:
+        self.turns.advance()
+
+    def meets(self, other: Seat) -> bool:
+        """Whether the two share a device."""
+        return self is not other and not (self.lane and other.lane and self.lane != other.lane)
+
+    @property
+    def sampler(self) -> RolloutGroup | None:
+        return self.tenant if isinstance(self.tenant, RolloutGroup) else None
+
+
+@dataclass(eq=False)
+class _Waiter:
+    seat: Seat
+    leave: asyncio.Event | None
+    since: float
+    granted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Turns:
+    """One set of devices. Created on the event loop; every call happens there."""
+
+    def __init__(self, name: str, gate: Gate, log: EventLog) -> None:
+        self.name = name
+        self._gate, self._log = gate, log
+        self._seats: list[Seat] = []
+        self._waiting: list[_Waiter] = []
+        self._switching = asyncio.Lock()
+        self._advancing = False
+
+    def seat(self, name: str, tenant: Tenant, lane: str = "") -> None:
+        """From now on this tenant takes turns with the others. Before its engines are started."""
+        seat = Seat(self, name, tenant, lane)
+        self._seats.append(seat)
+        tenant.turn = seat
+
+    def waits(self, now: float) -> Iterator[Wait]:
+        """Who waits for its turn, and for whom."""
+        for waiter in self._waiting:
+            holders = [seat.name for seat in self._seats if seat.holders and seat.meets(waiter.seat)]
+            if waiter.granted.done() or not self._wanted(waiter):
+                continue
+            whom = f"group {holders[0]}" if holders else "the train step" if waiter.leave else "the sampler"
+            yield Wait(f"group {waiter.seat.name}", whom, f"its turn on {self.name}", now - waiter.since, kind="turns")
+
+    def advance(self) -> None:
+        """Give the turn to whoever is next; ask a sampler to leave that others are due after."""
+        if self._advancing:
+            return
+        self._advancing = True
+        try:
+            ahead: list[Seat] = []
+            self._waiting = [waiter for waiter in self._waiting if not waiter.granted.done()]
+            for waiter in list(self._waiting):
+                seat = waiter.seat
+                if not self._due(waiter):
+                    continue
+                before = [other for other in self._seats if other.holders and seat.meets(other)]
+                if not before and (seat.holders or not any(seat.meets(other) for other in ahead)):
+                    self._waiting.remove(waiter)
+                    seat.holders += 1
+                    seat.keeps = seat.keeps or waiter.leave
+                    waiter.granted.set_result(None)
+                    continue
+                ahead.append(seat)
+                for other in before:
+                    if other.keeps is not None and other.sampler is not None and not other.sampler.must_go_on:
+                        other.keeps.set()
+        finally:
+            self._advancing = False
+
+    @asynccontextmanager
+    async def held(self, seat: Seat, leave: asyncio.Event | None) -> AsyncGenerator[None, None]:
+        """The turn of a seat, once it has come; `leave`: see Turn.kept."""
+        waiter = _Waiter(seat, leave, asyncio.get_running_loop().time())
+        self._waiting.append(waiter)
+        self.advance()
+        try:
+            await waiter.granted
+            await self._switch(seat)
+            yield
+        finally:
+            if waiter.granted.done() and not waiter.granted.cancelled():
+                seat.holders -= 1
+                if leave is not None:
+                    seat.keeps = None
+            else:
+                waiter.granted.cancel()
+            self.advance()
+
+    # ---- who is next ---------------------------------------------------------------------------------------------
+    def _due(self, waiter: _Waiter) -> bool:
+        """Whether it may have the turn as soon as nobody else has it."""
+        if waiter.leave is not None:
+            return self._sampler_is_due(waiter.seat)
+        samplers = [s for other in self._seats if other.meets(waiter.seat) and (s := other.sampler) is not None]
+        if any(sampler.must_go_on for sampler in samplers):
+            return False
+        patient = waiter.seat.sampler is None and not isinstance(waiter.seat.tenant, TrainGroup)
+        return not patient or self._batch_is_near() or not any(sampler.wants for sampler in samplers)
+
+    def _sampler_is_due(self, seat: Seat) -> bool:
+        sampler = seat.sampler
+        if sampler is None or not sampler.wants:
+            return False
+        trains = any(isinstance(other.tenant, TrainGroup) for other in self._seats)
+        waits = self._gate.pops() and self._gate.ledger.training is None
+        return sampler.must_go_on or (not seat.holders and (waits or not trains))
+
+    def _batch_is_near(self) -> bool:
+        """Whether as many rollouts have been sampled as a train step takes."""
+        ledger = self._gate.ledger
+        sampled = sum(lease.state in ("scoring", "ready") for lease in ledger.live.values())
+        return sampled >= ledger.rules.prompts_per_step
+
+    def _wanted(self, waiter: _Waiter) -> bool:
+        sampler = waiter.seat.sampler
+        return waiter.leave is None or (sampler is not None and sampler.wants)
+
+    # ---- changing over -------------------------------------------------------------------------------------------
+    async def _switch(self, seat: Seat) -> None:
+        """All that share devices with this seat leave them, then it comes. Whoever is cancelled on the way leaves it to
+        the next one."""
+        async with self._switching:
+            if seat.awake and not any(other.awake is not False for other in self._seats if other.meets(seat)):
+                return
+            began = self._log.elapsed()
+            for other in self._seats:
+                if other.meets(seat) and other.awake is not False:
+                    other.awake = None
+                    await other.tenant.rest()
+                    other.awake = False
+            if not seat.awake:
+                seat.awake = None
+                await seat.tenant.resume()
+                seat.awake = True
+            self._log.emit(TurnTaken(devices=self.name, group=seat.name, seconds=self._log.elapsed() - began))
+
+
+def take_turns(
+    sets: Mapping[str, Sequence[tuple[str, str]]], groups: Mapping[str, Group], gate: Gate, log: EventLog
+) -> list[Turns]:
+    """The turns of every set, by its name: (group, lane) of those in it. Groups without engines of their own on the
+    set's devices (reward functions) take none."""
+    found: list[Turns] = []
+    for name, members in sets.items():
+        turns = Turns(name, gate, log)
+        for group, lane in members:
+            if (tenant := tenant_of(groups[group])) is not None:
+                turns.seat(group, tenant, lane)
+        found.append(turns)
+    before = gate.on_moved
+
+    def moved() -> None:
+        before()
+        for turns in found:
+            turns.advance()
+
+    gate.on_moved = moved
+    return found
+
+
+def tenant_of(group: Group) -> Tenant | None:
+    """What of a group takes turns; None: nothing."""
+    if isinstance(group, TrainGroup | RolloutGroup):
+        return group
+    if isinstance(group, ReferenceGroup | RewardGroup):
+        return group.engine
+    return None

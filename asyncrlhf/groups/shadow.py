@@ -1,0 +1,100 @@
+"""ShadowGroup: copies of a critic that give its values, with the weights it published last.
+
+Whoever asks the critic waits here, for engines that serve: after a loss until one is back. Rows are divided among the
+copies; a version changes between two requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrlhf.errors import GroupError
+from asyncrlhf.groups.answers import Replica
+from asyncrlhf.groups.follower import Follower
+from asyncrlhf.groups.group import Request, emit_busy
+from asyncrlhf.groups.protocols import shares
+from asyncrlhf.messages import Array, EngineEvent, Failed, Packed, TrainBatch, column_of
+from asyncrlhf.observe.events import Measured
+
+__all__ = ("ShadowGroup",)
+
+
+class ShadowGroup(Follower):
+    """Stands for the critic that it follows where only values are asked for."""
+
+    sleeps = ("offload", "onload")
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._joined = asyncio.Event()
+
+    async def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array] | float]:
+        """What the critic's `apply` gives, with the copies' weights; the oldest version among them is reported."""
+        return await self.ask("apply", transform, batch)
+
+    async def serve(self) -> None:
+        """Consumes requests, produces columns; waits for engines. Requests are answered side by side."""
+        async with asyncio.TaskGroup() as self._tasks:
+            await super().serve()
+
+    async def handle(self, requests: list[Request]) -> None:
+        for request in requests:
+            task = self._tasks.create_task(self._apply(request), name=f"{self.name}.apply")
+            request.reply.add_done_callback(lambda reply, task=task: task.cancel() if reply.cancelled() else None)
+
+    def flush(self) -> None:
+        self._joined.set()
+
+    async def _apply(self, request: Request) -> None:
+        transform, batch = request.arguments
+        found = None
+        while found is None:
+            async with self.turn.taken():
+                found = await self._attempt(transform, batch)
+            if found is None:
+                self._joined.clear()
+                if not any(replica.serving for replica in self.replicas):
+                    await self._joined.wait()
+        if not request.reply.done():
+            request.reply.set_result(found)
+
+    async def _attempt(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Any] | None:
+        """None: an engine was lost on the way."""
+        serving = [replica for replica in self.replicas if replica.serving]
+        if not serving:
+            return None
+        if len(serving) > 1:
+            rows = shares(batch, len(serving))
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(self._values(r, batch, share)) for r, share in zip(serving, rows, strict=True)
+                ]
+            parts = [task.result() for task in asked]
+            if any(part is None for part in parts):
+                return None
+            values: list[Any] = [None] * len(batch)
+            for share, part in zip(rows, parts, strict=True):
+                for row, value in zip(share, part, strict=True):
+                    values[row] = value
+            batch = batch.with_columns(values=column_of("token", values))
+        oldest = min(replica.version for replica in serving)
+        found = await self._call(serving[0], serving[0].incarnation, "apply", transform, batch)
+        if found is not None:
+            self.emit(Measured(group=self.name, train_step=batch.train_step, metrics={"version": float(oldest)}))
+        return found
+
+    async def _values(self, replica: Replica, batch: TrainBatch, rows: Sequence[int]) -> Sequence[Any] | None:
+        if not rows:
+            return ()
+        return await self._call(replica, replica.incarnation, "values", batch.take(rows).without_origin())
+
+    def _on_events(self, replica: Replica, incarnation: int, events: Sequence[EngineEvent]) -> None:
+        for event in events:
+            if emit_busy(self.log, self.name, replica.spec.rank, event) or incarnation != replica.incarnation:
+                continue
+            if isinstance(event, Failed):
+                self.on_failure(replica, event.reason)
+            else:
+                raise GroupError(f"{replica.key} sent {type(event).__name__}, which no shadow may send")

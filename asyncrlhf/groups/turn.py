@@ -1,0 +1,65 @@
+"""The turn of a group that shares its devices with others: whoever computes there has it, and the others sleep.
+
+A group waits for its turn before a call to its engines, and never while it holds another's. Who is next is not decided
+here (control/turns.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Protocol
+
+__all__ = ("ALONE", "Tenant", "Turn")
+
+
+class Turn(Protocol):
+    """One group's side of it."""
+
+    shared: bool
+    """False: the devices are the group's own, and nobody ever waits."""
+
+    def taken(self) -> AbstractAsyncContextManager[None]:
+        """Wait for the turn, and have it. Calls of one group share it."""
+        ...
+
+    def kept(self, leave: asyncio.Event) -> AbstractAsyncContextManager[None]:
+        """Wait for the turn of a group that computes on its own, and have it until `leave` is set: by the group when it
+        has nothing to do, or by the turns when others are due."""
+        ...
+
+    def note(self) -> None:
+        """What the group wants has changed."""
+        ...
+
+
+class Alone:
+    """Devices of one's own."""
+
+    shared = False
+
+    def taken(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    def kept(self, leave: asyncio.Event) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    def note(self) -> None:
+        """Nobody waits for it."""
+
+
+ALONE = Alone()
+
+
+class Tenant(Protocol):
+    """What takes turns: a group's engines, all of them at once."""
+
+    turn: Turn
+
+    async def rest(self) -> None:
+        """Leave the devices. An engine that cannot is ended."""
+        ...
+
+    async def resume(self) -> None:
+        """Come back. Engines that have not been started yet, or are gone, have nothing to come back with."""
+        ...
