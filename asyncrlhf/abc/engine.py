@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, GroupError
 from asyncrlhf.messages import (
     Array,
     EngineEvent,
@@ -43,7 +43,8 @@ class ScoreEngine(Engine, ABC):
     """A frozen model that reads answers, or one of several ranks of it, which are asked for everything together.
 
     What a verb gets and gives on each rank is its transfer protocol's to say (groups/ranks.py): `step`, `logprobs` and
-    `scores` see the rank's own rows, maybe none; all others the whole, and what rank 0 gives counts.
+    `scores` see the rank's own rows, maybe none; all others the whole, and what rank 0 gives counts. Between `offload`
+    and `onload` other verbs raise GroupError.
     """
 
     def rendezvous(self, host: str, ranks: int) -> int:
@@ -55,6 +56,15 @@ class ScoreEngine(Engine, ABC):
         """Asked of all ranks, before any other verb: meet the others there. One that is missed for `timeout` seconds,
         now or later, is given up."""
         raise ConfigError(f"{type(self).__name__} works on 1 rank and was given {ranks}; use parallel sizes of 1")
+
+    def offload(self) -> None:
+        """Leave the device to others: what is kept there (parameters, buffers, optimizer state) moves to host memory,
+        gradients and caches are freed. Offloaded already: nothing happens. Unless overridden it has none to leave."""
+        return
+
+    def onload(self) -> None:
+        """Move it back, bit by bit the same."""
+        return
 
     @abstractmethod
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
@@ -138,7 +148,11 @@ class GenerateEngine(Engine, ABC):
     """A sampler with continuous batching. `add` and `abort` take effect between two `step` calls (token boundaries)."""
 
     version: int
-    """Version of the weights that the next token will be sampled with."""
+    """Version of the weights that the next token will be sampled with; of those it had, while it sleeps."""
+    asleep: bool = False
+    """Between `sleep` and `wake` its devices are another's: it has no weights, no KV cache, and so no work. Requests
+    may be added, and wait; they may be aborted; `step` gives nothing; other verbs raise GroupError, and it sleeps on.
+    """
 
     @property
     @abstractmethod
@@ -172,3 +186,30 @@ class GenerateEngine(Engine, ABC):
     @abstractmethod
     def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
         """Log-prob of every token but the first, at temperature 1, under the weights in use."""
+
+    @abstractmethod
+    def sleep(self) -> Sequence[EngineEvent]:
+        """Give memory back at this token boundary: weights, also prepared ones, and KV cache. Running answers keep
+        their tokens and log-probs, which are reported, and wait, ahead of those that have not begun. Asleep already:
+        nothing happens."""
+
+    @abstractmethod
+    def wake(self, weights: WeightHandle) -> None:
+        """Compute with these weights, all of whose bytes are read, whatever was in use before: they arrive where they
+        stay, one tensor at a time, and only then is there a KV cache again. Interrupted answers go on first, with a
+        cache computed anew.
+
+        Raises PublishRefused when the bytes do not have the announced checksum or do not fit the model, and GroupError
+        for an engine that does not sleep; one that slept sleeps on, to be woken with others.
+        """
+
+    def _require(self, verb: str, *, asleep: bool) -> None:
+        """Raises GroupError for a verb that comes at the wrong time."""
+        if self.asleep and not asleep:
+            raise GroupError(
+                f"{verb} came while the engine sleeps, without weights; wake it with the newest ones first"
+            )
+        if asleep and not self.asleep:
+            raise GroupError(
+                f"{verb} came while the engine is awake; prepare and commit a version, or let it sleep first"
+            )

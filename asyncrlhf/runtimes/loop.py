@@ -21,7 +21,7 @@ from asyncrlhf.messages import Busy, EngineEvent, import_object
 
 __all__ = ("Call", "Cancel", "Command", "Commands", "EngineLoop", "Outbox", "build")
 
-RETURNS_EVENTS = ("add", "commit")
+RETURNS_EVENTS = ("add", "commit", "sleep")
 """Verbs whose result is a list of events."""
 
 

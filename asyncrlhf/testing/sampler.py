@@ -93,7 +93,7 @@ class FakeSampler(GenerateEngine):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._unsent)
+        return not self.asleep and bool(self._running or self._waiting or self._unsent)
 
     def add(self, requests: Sequence[GenerateRequest]) -> Sequence[EngineEvent]:
         events: list[EngineEvent] = []
@@ -107,6 +107,8 @@ class FakeSampler(GenerateEngine):
         return events
 
     def step(self) -> Sequence[EngineEvent]:
+        if self.asleep:
+            return []
         events, self._unsent = self._unsent, []
         for answer in list(self._running.values()):
             self._sample(answer)
@@ -129,27 +131,23 @@ class FakeSampler(GenerateEngine):
         return given_back
 
     def prepare(self, weights: WeightHandle) -> None:
+        self._require("prepare", asleep=False)
         self._prepared = None
         if weights.changed:
-            arrived = dict(import_object(weights.transport)().receive(weights.payload))
-            if weights_checksum(arrived) != weights.checksum:
-                raise PublishRefused(
-                    f"version {weights.version} was announced with checksum {weights.checksum}, and the bytes that "
-                    f"arrived have {weights_checksum(arrived)}"
-                )
+            _require_bytes(weights)
         elif weights.checksum != self.checksum:
             raise PublishRefused(f"version {weights.version} is said to be unchanged, and this engine holds others")
         self._prepared = weights
 
     def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
+        self._require("commit", asleep=False)
         if self._prepared is None or self._prepared.version != version:
             raise ValueError(f"commit({version}) without prepare({version})")
         events: list[EngineEvent] = []
         for answer in self._running.values():
             self._report(answer, events)
             self._close_run(answer)
-        deaf = self.options.deaf_from is not None and version >= self.options.deaf_from
-        if self._prepared.checksum != self.checksum and not deaf:
+        if self._prepared.checksum != self.checksum and not self._is_deaf(version):
             self.checksum = self._prepared.checksum
             for answer in self._running.values():
                 answer.kv_mixed = kv == "keep"
@@ -159,7 +157,27 @@ class FakeSampler(GenerateEngine):
         return events
 
     def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
+        self._require("probe", asleep=False)
         return weights_logprobs(self.checksum, token_ids)
+
+    def sleep(self) -> Sequence[EngineEvent]:
+        events, self._unsent = self._unsent, []
+        for answer in self._running.values():
+            self._report(answer, events)
+        self._waiting.extendleft(reversed([self._so_far(answer) for answer in self._running.values()]))
+        self._running.clear()
+        self._prepared, self.asleep = None, True
+        return events
+
+    def wake(self, weights: WeightHandle) -> None:
+        self._require("wake", asleep=True)
+        _require_bytes(weights)
+        if not self._is_deaf(weights.version):
+            self.checksum = weights.checksum
+        self.version, self.asleep = weights.version, False
+
+    def _is_deaf(self, version: int) -> bool:
+        return self.options.deaf_from is not None and version >= self.options.deaf_from
 
     def _why_not(self, request: GenerateRequest) -> str:
         prompt, options = request.prompt_token_ids, self.options
@@ -228,6 +246,15 @@ class FakeSampler(GenerateEngine):
             self._report(answer, events)
             del self._running[answer.request.request_id]
             events.append(_finished(self._so_far(answer)))
+
+
+def _require_bytes(weights: WeightHandle) -> None:
+    arrived = weights_checksum(dict(import_object(weights.transport)().receive(weights.payload)))
+    if arrived != weights.checksum:
+        raise PublishRefused(
+            f"version {weights.version} was announced with checksum {weights.checksum}, and the bytes that arrived "
+            f"have {arrived}"
+        )
 
 
 def _is_complete(request: GenerateRequest) -> bool:

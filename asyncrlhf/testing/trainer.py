@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from asyncrlhf.abc import ScoreEngine, TrainEngine
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.messages import Array, Message, Packed, Probe, StepResult, TrainBatch, WeightHandle
 
 __all__ = (
@@ -95,16 +95,29 @@ class FakeScorer(ScoreEngine):
 
     def __init__(self, options: FakeTrainerOptions) -> None:
         self.options = options
+        self.offloaded = False
+
+    def offload(self) -> None:
+        self.offloaded = True
+
+    def onload(self) -> None:
+        self.offloaded = False
 
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
         """A number between -1 and 0 for every response token, from the token alone."""
+        self._require_loaded("logprobs")
         rows = zip(batch.columns["token_ids"].fetch(), batch.response_lengths, strict=True)
         return [(row[len(row) - length :].astype(np.float32) % 32 / -32).astype(np.float32) for row, length in rows]
 
     def scores(self, batch: TrainBatch) -> list[float]:
         """A multiple of 1/8 between 0 and 1 for every row, from its response tokens alone; as FakeReward gives."""
+        self._require_loaded("scores")
         rows = zip(batch.columns["token_ids"].fetch(), batch.response_lengths, strict=True)
         return [int(row[len(row) - length :].astype(np.int64).sum()) % 9 / 8 for row, length in rows]
+
+    def _require_loaded(self, verb: str) -> None:
+        if self.offloaded:
+            raise GroupError(f"{verb} came while the model is offloaded; onload it first")
 
 
 class FakeTrainer(FakeScorer, TrainEngine):
@@ -127,6 +140,7 @@ class FakeTrainer(FakeScorer, TrainEngine):
         self._sent: tuple[int, Mapping[str, Any]] | None = None
 
     def step(self, batch: TrainBatch, loss: Packed) -> StepResult:
+        self._require_loaded("step")
         if self.options.history:
             self.batches.append(batch)
         draw = Random(f"{self.options.seed}/{batch.train_step}/{_content(batch)}").random()
@@ -142,6 +156,7 @@ class FakeTrainer(FakeScorer, TrainEngine):
 
     def apply(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Sequence[Array] | float]:
         """Columns that a critic would give: `advantages`, `returns` and `values`."""
+        self._require_loaded("apply")
         rewards = batch.columns["rewards"].fetch()
         value = np.float32(self.weights["w"][0])
         rows = [np.full(n, row[0], np.float32) for row, n in zip(rewards, batch.response_lengths, strict=True)]
@@ -152,6 +167,7 @@ class FakeTrainer(FakeScorer, TrainEngine):
         }
 
     def export(self, version: int) -> WeightHandle:
+        self._require_loaded("export")
         if self.options.broken_from is not None and version >= self.options.broken_from:
             raise PublishRefused(f"version {version} has a parameter that is not finite")
         checksum = weights_checksum(self.weights)
@@ -170,14 +186,17 @@ class FakeTrainer(FakeScorer, TrainEngine):
         )
 
     def save_model(self, directory: Path) -> None:
+        self._require_loaded("save_model")
         (directory / "model.json").write_text(json.dumps(self.weights))
 
     def save_state(self, directory: Path) -> None:
         """Every number as a hexadecimal float, which is exact."""
+        self._require_loaded("save_state")
         state = {"weights": [w.hex() for w in self.weights["w"]], "steps": self.steps}
         (directory / "state.json").write_text(json.dumps(state))
 
     def load_state(self, directory: Path) -> None:
+        self._require_loaded("load_state")
         state = json.loads((directory / "state.json").read_text())
         self.weights = {"w": [float.fromhex(w) for w in state["weights"]]}
         self.steps = state["steps"]

@@ -93,6 +93,12 @@ class LongSampler(GenerateEngine):
     def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
         return []
 
+    def sleep(self) -> Sequence[EngineEvent]:
+        return []
+
+    def wake(self, weights: WeightHandle) -> None:
+        self.version = weights.version
+
 
 class LongReader(ScoreEngine):
     """Gives every token its own number as a log-prob, and every row the number of its tokens as a score."""

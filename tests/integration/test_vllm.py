@@ -325,9 +325,42 @@ def test_two_processes_that_share_every_layer_answer_like_the_trainer(
     for request in requests:
         check(modules, request, log.samples[request.request_id])
     assert {version for s in log.samples.values() for version in s.versions()} == {0, 1, 2}
+    later = make_requests(6, max_tokens=16, stops=(), prefix="later")
+    log.run(later, steps=5)
+    log.take(log.engine.sleep())
+    with pytest.raises(PublishRefused, match="announced with checksum"):
+        log.engine.wake(msgspec.structs.replace(handles[0], version=3, checksum=handles[0].checksum ^ 1))
+    log.engine.wake(msgspec.structs.replace(handles[0], version=3))
+    log.run([])
+    for request in later:
+        check([*modules, modules[0]], request, log.samples[request.request_id])
+    assert {version for r in later for version in log.samples[r.request_id].versions()} == {2, 3}
     deeper = trainer(make_model(tmp_path, **SHAPE | {"num_hidden_layers": 3}), transport=SHARED)
     with pytest.raises(PublishRefused, match="does not fit"):
-        log.publish(deeper.export(3), 3)
+        log.publish(deeper.export(4), 4)
+
+
+def test_M1_memory_goes_with_sleep_and_comes_back_once(host: VllmHost, tmp_path: Path) -> None:
+    """Awake: two sets of weights. Asleep: none. Woken: one, and nowhere on the way there a second."""
+    large = make_model(tmp_path, **SHAPE | {"hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 8192})
+    follows = trainer(large, transport=SHARED)
+    log = Log(host.make(large, kv_cache_bytes=16 << 20))
+    first, size, cache = follows.export(0), 2 * 3 * 256 * 8192 * 4, 16 << 20
+    log.publish(first, 0)
+    requests = make_requests(4, max_tokens=12, stops=())
+    log.run(requests, steps=4)
+    awake = host.memory("RssAnon")
+    log.take(log.engine.sleep())
+    asleep = host.memory("RssAnon")
+    assert awake - asleep > 1.8 * size
+    host.forget_peak()
+    before = host.memory("VmHWM")
+    log.engine.wake(first)
+    assert host.memory("VmHWM") - before < 1.5 * size + cache, "what they are read from was mapped before"
+    assert 0.9 * size < host.memory("RssAnon") - asleep < 1.5 * size + cache
+    log.run([])
+    for request in requests:
+        check([follows._model.module], request, log.samples[request.request_id])
 
 
 def test_bfloat16_stays_near_the_trainer(

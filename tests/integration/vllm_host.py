@@ -11,6 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -67,6 +68,15 @@ class VllmHost:
             raise error
         return result
 
+    def memory(self, what: str) -> int:
+        """Bytes that its line of /proc/PID/status says: "RssAnon", "VmHWM"."""
+        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{what}:"))
+
+    def forget_peak(self) -> None:
+        """ "VmHWM" begins anew."""
+        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
+
     def clear(self) -> None:
         """Close all samplers."""
         for engine in self._made:
@@ -114,6 +124,16 @@ class Hosted(GenerateEngine):
 
     def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
         return self._call("probe", token_ids)
+
+    @property
+    def asleep(self) -> bool:  # type: ignore[override]
+        return self._call("asleep")
+
+    def sleep(self) -> Sequence[EngineEvent]:
+        return self._call("sleep")
+
+    def wake(self, weights: WeightHandle) -> None:
+        self._call("wake", weights)
 
     def close(self) -> None:
         self._call("close")

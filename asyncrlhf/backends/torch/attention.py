@@ -79,6 +79,11 @@ class SlotCache(Cache):
             keys[target, :, :extent] = keys[source, :, :extent]
             values[target, :, :extent] = values[source, :, :extent]
 
+    def release(self) -> None:
+        """Free the memory; the next forward makes new."""
+        self._capacity = min(self.max_tokens, GRAIN)
+        self._layers.clear()
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from asyncrlhf.abc import Engine
+from asyncrlhf.backends.torch.away import give_back
 
 __all__ = ("TorchEngine",)
 
@@ -20,5 +21,4 @@ class TorchEngine(Engine):
     def close(self) -> None:
         """Drop the weights, and whatever else the engine holds, at once; no method may be called after this."""
         vars(self).clear()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        give_back()

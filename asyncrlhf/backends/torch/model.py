@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncrlhf.backends.torch.attention import ATTENTION
+from asyncrlhf.backends.torch.away import Away
 from asyncrlhf.backends.torch.guard import guard_companions
 from asyncrlhf.backends.torch.layout import Cut
 from asyncrlhf.backends.torch.options import Attention, Dtype, ScorerOptions
 from asyncrlhf.backends.torch.world import World, gathered, replicate, shard
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, GroupError
 from asyncrlhf.ops import TokenStats
 
 guard_companions()
@@ -90,6 +91,7 @@ class Model:
         self._runner: nn.Module = self.module
         self.module.to(self.device if alone else "cpu").requires_grad_(trained).eval()
         self.vocabulary_size = int(self.module.config.get_text_config().vocab_size)
+        self._away: Away | None = None
         self._selected: Tensor | None = None
         output = self.module.get_output_embeddings() if head == "lm" else self.module.score
         output.register_forward_pre_hook(self._select)
@@ -109,6 +111,17 @@ class Model:
         self.module.to(self.device)
         if not sharded:
             self._runner = replicate(self.module)
+
+    def offload(self) -> None:
+        """Move parameters and buffers to the host, where they are on a device; no forward until `onload`."""
+        if self._away is None:
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            self._away = Away(tensor.detach() for tensor in tensors if tensor.device.type != "cpu")
+
+    def onload(self) -> None:
+        if self._away is not None:
+            self._away.back()
+            self._away = None
 
     def rounds(self, count: int) -> int:
         """How many forwards to make where `count` are asked for: ranks that keep parts of each other's layers make
@@ -155,6 +168,7 @@ class Model:
         `input_ids` int64 [R, L]; `hidden_index` int64 [T] into the R * L positions, row after row. Only those pass
         through the head, so that the logits of prompt tokens never exist.
         """
+        self._require_loaded()
         self._selected = hidden_index
         with self._precision():
             run = self._runner if torch.is_grad_enabled() else self.module
@@ -207,7 +221,14 @@ class Model:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once (tied ones under their first name), in name order."""
+        self._require_loaded()
         return dict(sorted(self.module.named_parameters()))
+
+    def _require_loaded(self) -> None:
+        if self._away is not None:
+            raise GroupError(
+                f"model = {str(self.directory)!r} is offloaded, and was asked for something; onload it first"
+            )
 
     def _layers(self) -> list[nn.Module]:
         return [layer for layer in self.module.modules() if isinstance(layer, GradientCheckpointingLayer)]

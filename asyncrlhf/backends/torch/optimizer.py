@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrlhf.backends.torch.away import Away
 from asyncrlhf.backends.torch.options import OptimizerOptions
 from asyncrlhf.backends.torch.world import gathered, spread_like
 
@@ -33,6 +34,7 @@ class Optimizer:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], options: OptimizerOptions) -> None:
         self.options = options
+        self._away: Away | None = None
         self._parameters = list(parameters.values())
         matrices = [p for p in self._parameters if p.dim() >= 2]
         vectors = [p for p in self._parameters if p.dim() < 2]
@@ -53,6 +55,18 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
+
+    def offload(self) -> None:
+        """Drop gradients, and move the moments to the host where they are on a device; no step until `onload`."""
+        self.zero_grad()
+        if self._away is None:
+            moments = (tensor for own in self._adamw.state.values() for tensor in own.values())
+            self._away = Away(tensor for tensor in moments if tensor.device.type != "cpu")
+
+    def onload(self) -> None:
+        if self._away is not None:
+            self._away.back()
+            self._away = None
 
     def gradient_norm(self) -> Tensor:
         """Global norm of the gradients, float32 [], over all ranks that keep parts of them; not finite if any of them

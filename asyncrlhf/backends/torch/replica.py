@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ class Replica:
 
     def __init__(self, model: Model, transport: str) -> None:
         self._parameters = model.parameters()
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._transports: dict[str, WeightTransfer] = {transport: import_object(transport)()}
         self._spare: dict[str, Tensor] = {}
         self._checksum: int | None = None
@@ -35,12 +38,7 @@ class Replica:
         if handle.checksum != self._checksum:
             if not self._spare:
                 self._spare = {name: torch.empty_like(p, requires_grad=False) for name, p in self._parameters.items()}
-            digest = self._receive(handle)
-            if digest != handle.checksum:
-                raise PublishRefused(
-                    f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that "
-                    f"arrived have {digest:#x}; the weights published before stay in use"
-                )
+            self._receive(handle, self._spare)
         self._prepared = handle
 
     @torch.no_grad()
@@ -59,26 +57,50 @@ class Replica:
         self._checksum = prepared.checksum
         return True
 
-    def _receive(self, handle: WeightHandle) -> int:
-        """Fill the spare buffers; gives the checksum of what is now in them (before a change of dtype, if any)."""
+    @torch.no_grad()
+    def release(self) -> None:
+        """Free both sets."""
+        self._spare, self._prepared, self._checksum = {}, None, None
+        for parameter in self._parameters.values():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    @torch.no_grad()
+    def refill(self, handle: WeightHandle) -> None:
+        """After `release`: receive weights into the set in use. Raises PublishRefused as `prepare` does; both sets are
+        free then."""
+        for name, parameter in self._parameters.items():
+            parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=parameter.device)
+        try:
+            self._receive(handle, {name: parameter.data for name, parameter in self._parameters.items()})
+        except PublishRefused:
+            self.release()
+            raise
+        self._checksum = handle.checksum
+
+    def _receive(self, handle: WeightHandle, into: Mapping[str, Tensor]) -> None:
+        """Fill a set of buffers, and check what is now in them (before a change of dtype, if any)."""
         parts: dict[str, int] = {}
         for name, tensor in self._transport(handle.transport).receive(handle.payload):
-            spare = self._spare.get(name)
-            if spare is None or spare.shape != tensor.shape:
+            target = into.get(name)
+            if target is None or target.shape != tensor.shape:
                 raise PublishRefused(
                     f"version {handle.version} brings {name!r} of shape {tuple(tensor.shape)}, which this model "
-                    f"{'does not have' if spare is None else f'has as {tuple(spare.shape)}'}"
+                    f"{'does not have' if target is None else f'has as {tuple(target.shape)}'}"
                 )
-            if spare.dtype == tensor.dtype:
-                spare.copy_(tensor)
-                parts[name] = tensor_checksum(spare)
+            if target.dtype == tensor.dtype:
+                target.copy_(tensor)
+                parts[name] = tensor_checksum(target)
             else:
-                arrived = tensor.to(spare.device, copy=True)
+                arrived = tensor.to(target.device, copy=True)
                 parts[name] = tensor_checksum(arrived)
-                spare.copy_(arrived)
-        if missing := sorted(self._spare.keys() - parts.keys()):
+                target.copy_(arrived)
+        if missing := sorted(into.keys() - parts.keys()):
             raise PublishRefused(f"version {handle.version} lacks {len(missing)} parameters, among them {missing[0]!r}")
-        return combine(parts.items())
+        if (digest := combine(parts.items())) != handle.checksum:
+            raise PublishRefused(
+                f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that "
+                f"arrived have {digest:#x}; they are not used"
+            )
 
     def _transport(self, path: str) -> WeightTransfer:
         if path not in self._transports:

@@ -16,6 +16,7 @@ from torch import Tensor
 from asyncrlhf.abc import GenerateEngine
 from asyncrlhf.backends.requests import already_complete, why_not
 from asyncrlhf.backends.torch.attention import SlotCache
+from asyncrlhf.backends.torch.away import give_back
 from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.layout import Integers
 from asyncrlhf.backends.torch.model import Model
@@ -55,7 +56,7 @@ class TorchSampler(TorchEngine, GenerateEngine):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._slots.count or self._waiting or self._unsent)
+        return not self.asleep and bool(self._slots.count or self._waiting or self._unsent)
 
     def add(self, requests: Sequence[GenerateRequest]) -> Sequence[EngineEvent]:
         events: list[EngineEvent] = []
@@ -71,6 +72,8 @@ class TorchSampler(TorchEngine, GenerateEngine):
 
     @torch.inference_mode()
     def step(self) -> Sequence[EngineEvent]:
+        if self.asleep:
+            return []
         events, self._unsent = self._unsent, []
         if count := self._slots.count:
             if self._cache_is_old:
@@ -102,11 +105,13 @@ class TorchSampler(TorchEngine, GenerateEngine):
         return given_back
 
     def prepare(self, weights: WeightHandle) -> None:
+        self._require("prepare", asleep=False)
         self._replica.prepare(weights)
 
     def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
         """Take over the prepared weights. Raises ValueError if `version` was not the last one prepared, or for an
         unknown `kv`."""
+        self._require("commit", asleep=False)
         if kv not in ("rebuild", "keep"):
             raise ValueError(f"kv = {kv!r}; use 'rebuild' or 'keep'")
         moved = self._replica.commit(version)
@@ -125,7 +130,27 @@ class TorchSampler(TorchEngine, GenerateEngine):
 
     @torch.inference_mode()
     def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
+        self._require("probe", asleep=False)
         return self._model.probe(token_ids)
+
+    def sleep(self) -> Sequence[EngineEvent]:
+        if self.asleep:
+            return []
+        events, self._unsent = self._unsent, []
+        running = range(self._slots.count)
+        events += filter(None, [self._slots.report(slot, self.version) for slot in running])
+        self._waiting.extendleft(reversed([self._slots.interrupt(slot, self.version) for slot in running]))
+        self._slots.release(np.arange(self._slots.count))
+        self._cache_is_old, self.asleep = False, True
+        self._replica.release()
+        self._cache.release()
+        give_back()
+        return events
+
+    def wake(self, weights: WeightHandle) -> None:
+        self._require("wake", asleep=True)
+        self._replica.refill(weights)
+        self.version, self.asleep = weights.version, False
 
     def _why_not(self, request: GenerateRequest) -> str:
         """Why a request cannot be answered; empty if it can."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from asyncrlhf.abc import ScoreEngine
+from asyncrlhf.backends.torch.away import give_back
 from asyncrlhf.backends.torch.data import Rows, split_by_row
 from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.layout import Cut
@@ -40,6 +41,14 @@ class TorchScorer(TorchEngine, ScoreEngine):
         )
         require_layout_works(self._model, options.layout)
         self._cut = self._model.cut(options)
+
+    def offload(self) -> None:
+        """With device = "cpu" the weights stay where they are, since they would move there."""
+        self._model.offload()
+        give_back()
+
+    def onload(self) -> None:
+        self._model.onload()
 
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
         return response_logprobs(self._model, batch, self._cut, self.options.temperature)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrlhf.abc import TrainEngine
+from asyncrlhf.backends.torch.away import give_back
 from asyncrlhf.backends.torch.data import Forward, Rows, split_by_row
 from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.measure import Measures
@@ -129,6 +130,17 @@ class TorchTrainer(TorchEngine, TrainEngine):
         metrics["learning_rate"] = self._optimizer.step(batch.train_step, norm)
         self._stepped_in = batch.train_step
         return StepResult(applied=True, metrics=metrics)
+
+    def offload(self) -> None:
+        """With device = "cpu" weights and moments stay where they are, since they would move there. Replicas on GPUs
+        keep the memory in which they share their gradients."""
+        self._optimizer.offload()
+        self._model.offload()
+        give_back()
+
+    def onload(self) -> None:
+        self._model.onload()
+        self._optimizer.onload()
 
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
         return response_logprobs(self._model, batch, self._cut, self.options.temperature)

@@ -53,7 +53,7 @@ class VllmSampler(GenerateEngine):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._unsent)
+        return not self.asleep and bool(self._running or self._waiting or self._unsent)
 
     def add(self, requests: Sequence[GenerateRequest]) -> Sequence[EngineEvent]:
         events: list[EngineEvent] = []
@@ -68,6 +68,8 @@ class VllmSampler(GenerateEngine):
         return events
 
     def step(self) -> Sequence[EngineEvent]:
+        if self.asleep:
+            return []
         self._admit()
         self._advance()
         events, self._unsent = self._unsent, []
@@ -89,6 +91,7 @@ class VllmSampler(GenerateEngine):
         return given_back
 
     def prepare(self, weights: WeightHandle) -> None:
+        self._require("prepare", asleep=False)
         self._prepared = None
         if weights.checksum != self._checksum:
             for reason in self._core.on_workers("asyncrlhf_prepare", self._within_reach(weights)):
@@ -99,6 +102,7 @@ class VllmSampler(GenerateEngine):
     def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
         """Take over the prepared weights. Raises ValueError if `version` was not the last one prepared, or for an
         unknown `kv`."""
+        self._require("commit", asleep=False)
         if kv not in ("rebuild", "keep"):
             raise ValueError(f"kv = {kv!r}; use 'rebuild' or 'keep'")
         prepared = self._prepared
@@ -125,12 +129,37 @@ class VllmSampler(GenerateEngine):
     def probe(self, token_ids: Sequence[int]) -> Sequence[float]:
         """Answers that run meanwhile go on: what they gain is said by the next `step`. None is waited for: where they
         leave the probe no room they are interrupted, and computed anew behind it."""
+        self._require("probe", asleep=False)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True, detokenize=False)
         own = self._core.add(token_ids, params, self._salt, first=True)
         while (found := self._advance(own)) is None:
             if self._core.is_waiting(own):
                 self._core.forget_cache()
         return found
+
+    def sleep(self) -> Sequence[EngineEvent]:
+        if self.asleep:
+            return []
+        events, self._unsent = self._unsent, []
+        answers = list(self._running.values())
+        events += filter(None, [answer.report(self.version) for answer in answers])
+        self._core.abort(self._running)
+        self._waiting.extendleft(reversed([answer.interrupt(self.version) for answer in answers]))
+        self._ids.update((answer.request.request_id, "") for answer in answers)
+        self._running.clear()
+        self._core.forget_cache()
+        self._core.on_workers("asyncrlhf_sleep")
+        self._prepared, self._checksum, self.asleep = None, None, True
+        return events
+
+    def wake(self, weights: WeightHandle) -> None:
+        self._require("wake", asleep=True)
+        if reason := next(filter(None, self._core.on_workers("asyncrlhf_wake", self._within_reach(weights))), ""):
+            self._core.on_workers("asyncrlhf_sleep")
+            raise PublishRefused(reason)
+        self._core.on_workers("asyncrlhf_wake_cache")
+        self._checksum, self._salt = weights.checksum, str(weights.version)
+        self.version, self.asleep = weights.version, False
 
     def close(self) -> None:
         self._core.close()

@@ -5,11 +5,15 @@ next version arrives in while the first is in use, and which is there before vLL
 KV cache: the model's own loaders cut and fuse what arrives (a worker of a
 tensor parallel group keeps its part only), and the swap is one of pointers on a CPU, a copy within the device's memory
 on a GPU, whose captured graphs know the parameters by address.
+
+A worker that sleeps has neither set, nor a KV cache: on GPUs through vLLM's sleep mode, which keeps addresses, and on
+CPUs, where vLLM has none, by freeing the tensors. Woken, it reads weights into the first set; a second one is there
+again from the next `prepare` on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from asyncrlhf.abc import WeightTransfer
+from asyncrlhf.backends.torch.away import give_back
 from asyncrlhf.backends.vllm.environment import CPU_BUILD
 from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
 from asyncrlhf.weights.checksum import combine, tensor_checksum
 
 from vllm.model_executor.layers import utils as vllm_layers  # isort: skip
+from vllm.v1.worker.utils import clear_layer_kv_caches  # isort: skip
 
 __all__ = ("WeightsExtension",)
 
@@ -43,6 +49,8 @@ class WeightsExtension:
 
     device: torch.device
     model_runner: Any
+    sleep: Callable[..., None]
+    wake_up: Callable[[list[str]], None]
 
     _asyncrlhf_arrivals: Arrivals
 
@@ -75,6 +83,34 @@ class WeightsExtension:
         """Compute with what `asyncrlhf_prepare` brought."""
         self._asyncrlhf_arrivals.swap()
 
+    def asyncrlhf_sleep(self) -> None:
+        """Free weights and KV cache."""
+        self._asyncrlhf_arrivals.release()
+        if CPU_BUILD:
+            clear_layer_kv_caches(self.model_runner.compilation_config.static_forward_context.values())
+            self.model_runner.kv_caches.clear()
+        else:
+            self.sleep(level=2)
+        give_back()
+
+    def asyncrlhf_wake(self, handle: WeightHandle) -> str:
+        """Receive weights into the memory in which they stay. Gives the reason if they are refused."""
+        if not CPU_BUILD:
+            self.wake_up(["weights"])
+        try:
+            self._asyncrlhf_arrivals.refill(handle)
+        except PublishRefused as refusal:
+            return str(refusal)
+        return ""
+
+    def asyncrlhf_wake_cache(self) -> None:
+        """Make room for the KV cache again."""
+        if CPU_BUILD:
+            runner = self.model_runner
+            runner.initialize_kv_cache_tensors(runner.kv_cache_config, runner._kernel_block_sizes)
+        else:
+            self.wake_up(["kv_cache"])
+
 
 class Arrivals:
     """The second set of parameters."""
@@ -89,16 +125,41 @@ class Arrivals:
                 "model there with save_pretrained"
             )
         self._parameters = dict(model.named_parameters())
-        self._spare = {name: torch.empty_like(parameter.data) for name, parameter in self._parameters.items()}
+        self._shapes_here = {name: parameter.shape for name, parameter in self._parameters.items()}
+        self._spare = self._allocated()
         self._transports: dict[str, WeightTransfer] = {}
 
     @torch.no_grad()
     def receive(self, handle: WeightHandle) -> None:
         """Fill the second set. Raises PublishRefused when the bytes do not have the announced checksum, and when
         parameters are missing, unknown, or of another shape."""
+        self._spare = self._spare or self._allocated()
+        self._exchange()
+        try:
+            self._load(handle)
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Free both sets; on GPUs the first one is vLLM's to free."""
+        self._spare = {}
+        if self._device.type == "cpu":
+            for parameter in self._parameters.values():
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+    @torch.no_grad()
+    def refill(self, handle: WeightHandle) -> None:
+        """After `release`: fill the set in use. Raises PublishRefused as `receive` does."""
+        if self._device.type == "cpu":
+            for name, tensor in self._allocated().items():
+                self._parameters[name].data = tensor
+        self._load(handle)
+
+    def _load(self, handle: WeightHandle) -> None:
+        """Let the model read weights into what its parameters now are."""
         parts: dict[str, int] = {}
         arriving = self._arriving(handle, parts)
-        self._exchange()
         try:
             loaded: set[str] | None = self._model.load_weights(arriving)  # type: ignore[operator]
             for _ in arriving:  # what it had no use for counts, too
@@ -110,8 +171,6 @@ class Arrivals:
                 f"version {handle.version} does not fit into {type(self._model).__name__}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        finally:
-            self._exchange()
         if loaded is not None and (missing := sorted(self._parameters.keys() - loaded)):
             raise PublishRefused(
                 f"version {handle.version} lacks {len(missing)} parameters of {type(self._model).__name__}, among them "
@@ -120,7 +179,7 @@ class Arrivals:
         if (digest := combine(parts.items())) != handle.checksum:
             raise PublishRefused(
                 f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that "
-                f"arrived have {digest:#x}; the weights published before stay in use"
+                f"arrived have {digest:#x}; they are not used"
             )
 
     @torch.no_grad()
@@ -131,6 +190,13 @@ class Arrivals:
             return
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._spare[name])
+
+    def _allocated(self) -> dict[str, Tensor]:
+        """Memory for a set."""
+        return {
+            name: torch.empty(shape, dtype=self._parameters[name].dtype, device=self._device)
+            for name, shape in self._shapes_here.items()
+        }
 
     def _exchange(self) -> None:
         for name, parameter in self._parameters.items():

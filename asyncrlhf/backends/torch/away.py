@@ -1,0 +1,50 @@
+"""Tensors whose memory is another's for a while: their bytes wait in host memory, they themselves stay what they are.
+
+Nothing that refers to them has to be told: optimizers, replicas' hooks and parts of FSDP see the same tensors again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+
+__all__ = ("Away", "give_back")
+
+
+class Away:
+    """The bytes of `tensors`, which have none until `back`; tensors that share memory are kept once."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in local)}
+        self._kept: list[tuple[UntypedStorage, UntypedStorage]] = []
+        for storage in storages.values():
+            self._kept.append((storage, storage.clone() if storage.device.type == "cpu" else storage.cpu()))
+            storage.resize_(0)
+
+    @property
+    def byte_count(self) -> int:
+        return sum(kept.nbytes() for _, kept in self._kept)
+
+    def back(self) -> None:
+        """Give every tensor its bytes."""
+        while self._kept:
+            storage, kept = self._kept.pop()
+            storage.resize_(kept.nbytes())
+            storage.copy_(kept, False)
+
+
+def give_back() -> None:
+    """Let others have memory that is free here and was kept for what comes next: by torch, of GPUs, and by the C
+    library, of the host."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
+    if trim is not None:
+        trim(0)
