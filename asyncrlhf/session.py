@@ -42,6 +42,7 @@ from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.ledger import Ledger
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
 from asyncrlhf.groups import RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups.follower import Follower
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import Prompt, pack, unpack
 from asyncrlhf.models import Models
@@ -158,7 +159,7 @@ class Session:
         self.coordinator = Coordinator(
             self.gate,
             list(self.trained.values()),
-            [g for g in self.groups.values() if isinstance(g, RolloutGroup)],
+            [g for g in self.groups.values() if isinstance(g, Follower)],
             observer.log,
             mode=config.publish.mode,
             rolling=config.publish.rolling,
@@ -289,7 +290,7 @@ class Session:
 
     def _ranks(self, name: str) -> int:
         group = self.groups[name]
-        if isinstance(group, RolloutGroup):
+        if isinstance(group, Follower):
             return len(group.replicas)
         table = self.wiring.engines[name]
         return table.ranks if isinstance(table, Compute) else 1
@@ -315,10 +316,8 @@ class Session:
 
     def _waits(self) -> list[str]:
         """Who waits for whom, a line each."""
-        now = asyncio.get_running_loop().time()
-        return waits_of(
-            self.gate, self.coordinator, self.groups, self._queues(), self.runtime.in_flight(), now, self.turns
-        )
+        now, calls = asyncio.get_running_loop().time(), self.runtime.in_flight()
+        return waits_of(self.gate, self.coordinator, self.groups, self._queues(), calls, now, self.turns)
 
     def _say_waits(self) -> None:
         """To standard error and to the event log."""

@@ -19,8 +19,9 @@ from asyncrlhf.control.evaluation import Evaluator
 from asyncrlhf.control.membership import Membership
 from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.flow.gate import Gate
-from asyncrlhf.groups import RolloutGroup, TrainGroup
-from asyncrlhf.groups.rollout import Replica
+from asyncrlhf.groups import TrainGroup
+from asyncrlhf.groups.answers import Replica
+from asyncrlhf.groups.follower import Follower
 from asyncrlhf.messages import WeightHandle
 from asyncrlhf.observe.events import Fenced, Measured, Published, StepEnded
 from asyncrlhf.observe.log import EventLog
@@ -37,7 +38,7 @@ class Coordinator:
         self,
         gate: Gate,
         trained: Sequence[TrainGroup],
-        followers: Sequence[RolloutGroup],
+        followers: Sequence[Follower],
         log: EventLog,
         *,
         mode: Literal["in_flight", "drain"] = "in_flight",
@@ -117,7 +118,7 @@ class Coordinator:
             self._evaluator.start(version, version, self._tasks)
         self._step_began = self._elapsed()
 
-    async def _serve_first(self, follower: RolloutGroup, replica: Replica) -> None:
+    async def _serve_first(self, follower: Follower, replica: Replica) -> None:
         await self._send(follower, replica)
         replica.serving = replica.key in self._members.serving  # unless it has failed since
 
@@ -223,7 +224,7 @@ class Coordinator:
             self._remember(group.name, handle)
         return handles
 
-    def _behind(self) -> list[tuple[RolloutGroup, Replica]]:
+    def _behind(self) -> list[tuple[Follower, Replica]]:
         """The serving engines that have not committed the version under way."""
         members = self._members
         engines = [(follower, replica) for follower in self._followers for replica in follower.replicas]
@@ -241,7 +242,7 @@ class Coordinator:
                 await self._one(phase, follower, replica)
                 follower.release(replica)
 
-    async def _one(self, phase: Phase, follower: RolloutGroup, replica: Replica) -> None:
+    async def _one(self, phase: Phase, follower: Follower, replica: Replica) -> None:
         incarnation = self._members.incarnation[replica.key]
         weights = self._weights[follower.follows]
         try:
@@ -271,12 +272,12 @@ class Coordinator:
         if weights.changed or source not in self._whole:
             self._whole[source] = replace(weights, changed=True)
 
-    def _newest(self, follower: RolloutGroup) -> WeightHandle | None:
+    def _newest(self, follower: Follower) -> WeightHandle | None:
         """What an engine takes that has none, all of it; None: nothing has been exported yet."""
         whole = self._whole.get(follower.follows)
         return None if whole is None else replace(whole, version=self._weights[follower.follows].version)
 
-    async def _send(self, follower: RolloutGroup, replica: Replica) -> int:
+    async def _send(self, follower: Follower, replica: Replica) -> int:
         """Both phases for an engine that does not serve yet; gives the version it then holds. Raises GroupError."""
         weights = self._newest(follower)
         assert weights is not None
@@ -291,7 +292,7 @@ class Coordinator:
             ) from None
         return weights.version
 
-    async def _probe(self, follower: RolloutGroup, replica: Replica, weights: WeightHandle) -> None:
+    async def _probe(self, follower: Follower, replica: Replica, weights: WeightHandle) -> None:
         """Raises GroupError when an engine does not compute with the weights it has committed."""
         if not self._probe_gap:
             return
@@ -305,10 +306,10 @@ class Coordinator:
             )
 
     # ---- fencing -------------------------------------------------------------------------------------------------
-    def _failed(self, follower: RolloutGroup) -> Callable[[Replica, str], None]:
+    def _failed(self, follower: Follower) -> Callable[[Replica, str], None]:
         return lambda replica, reason: self._fence(follower, replica, self._members.incarnation[replica.key], reason)
 
-    def _fence(self, follower: RolloutGroup, replica: Replica, incarnation: int, reason: str) -> None:
+    def _fence(self, follower: Follower, replica: Replica, incarnation: int, reason: str) -> None:
         if incarnation != self._members.incarnation[replica.key]:
             return
         self._members.fence(replica.key)
@@ -321,7 +322,7 @@ class Coordinator:
         task = self._tasks.create_task(self._revive(follower, replica, reason), name=f"restart {replica.key}")
         self._restarts[replica.key] = task
 
-    async def _revive(self, follower: RolloutGroup, replica: Replica, reason: str) -> None:
+    async def _revive(self, follower: Follower, replica: Replica, reason: str) -> None:
         """Restart an engine until it takes the weights, and let it join. Raises GroupError after `max_restarts`."""
         while reason:
             delay = replica.budget.failed(self._elapsed())
@@ -344,7 +345,7 @@ class Coordinator:
         self._joined.set()
         follower.flush()
 
-    async def _catch_up(self, follower: RolloutGroup, replica: Replica) -> None:
+    async def _catch_up(self, follower: Follower, replica: Replica) -> None:
         """Bring an engine to the newest version, or to the one in flight once a publish has begun."""
         version = -1
         while version < self._members.target:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.groups import Group, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups.follower import Follower
+from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.turn import Tenant
 from asyncrlhf.observe.events import TurnTaken
 from asyncrlhf.observe.log import EventLog
@@ -91,6 +93,12 @@ class Turns:
             whom = f"group {holders[0]}" if holders else "the train step" if waiter.leave else "the sampler"
             yield Wait(f"group {waiter.seat.name}", whom, f"its turn on {self.name}", now - waiter.since, kind="turns")
 
+    def holders(self) -> Iterator[str]:
+        """Who has a turn."""
+        for seat in self._seats:
+            if seat.holders:
+                yield f"group {seat.name} has its turn on {self.name}"
+
     def advance(self) -> None:
         """Give the turn to whoever is next; ask a sampler to leave that others are due after."""
         if self._advancing:
@@ -144,8 +152,11 @@ class Turns:
         samplers = [s for other in self._seats if other.meets(waiter.seat) and (s := other.sampler) is not None]
         if any(sampler.must_go_on for sampler in samplers):
             return False
-        patient = waiter.seat.sampler is None and not isinstance(waiter.seat.tenant, TrainGroup)
-        return not patient or self._batch_is_near() or not any(sampler.wants for sampler in samplers)
+        return (
+            not isinstance(waiter.seat.tenant, FrozenEngine)
+            or self._batch_is_near()
+            or not any(sampler.wants for sampler in samplers)
+        )
 
     def _sampler_is_due(self, seat: Seat) -> bool:
         sampler = seat.sampler
@@ -210,7 +221,7 @@ def take_turns(
 
 def tenant_of(group: Group) -> Tenant | None:
     """What of a group takes turns; None: nothing."""
-    if isinstance(group, TrainGroup | RolloutGroup):
+    if isinstance(group, TrainGroup | Follower):
         return group
     if isinstance(group, ReferenceGroup | RewardGroup):
         return group.engine

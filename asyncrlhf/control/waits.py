@@ -13,7 +13,8 @@ from asyncrlhf.control.coordinator import Coordinator
 from asyncrlhf.control.turns import Turns
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.queue import Queue, QueueStatistics
-from asyncrlhf.groups import Group, RolloutGroup, TrainGroup
+from asyncrlhf.groups import Group, TrainGroup
+from asyncrlhf.groups.follower import Follower
 from asyncrlhf.observe.waits import Wait, wait_lines
 
 __all__ = ("waits_of",)
@@ -37,7 +38,7 @@ def waits_of(
     waits = [*_trainer(gate, step, now), *_leases(gate), *_calls(calls, groups, step, now)]
     waits += [wait for each in turns for wait in each.waits(now)]
     waits += [Wait("the publish", whom, what, now - since) for (whom, what), since in coordinator.waits.items()]
-    return wait_lines(waits, _notes(groups, queues))
+    return wait_lines(waits, [*(line for each in turns for line in each.holders()), *_notes(groups, queues)])
 
 
 def _step(gate: Gate) -> int:
@@ -86,7 +87,7 @@ def _calls(calls: Iterable[InFlight], groups: Mapping[str, Group], step: str, no
 def _notes(groups: Mapping[str, Group], queues: Sequence[Queue[Any]]) -> Iterator[str]:
     """What has no age: engines out of service, and how full inboxes and queues are."""
     for group in groups.values():
-        if isinstance(group, RolloutGroup):
+        if isinstance(group, Follower):
             for replica in group.replicas:
                 if not replica.serving:
                     yield f"{replica.key} is out of service"

@@ -1,4 +1,4 @@
-"""From `[placement]` to sets of groups that share devices: their pools, who takes turns, and sizes that follow. Pure."""
+"""From `[placement]` to sets of groups that share devices: their pools, whether they take turns, what sizes follow."""
 
 from __future__ import annotations
 

@@ -72,6 +72,10 @@ class FakeReward:
         self._seconds, self._timeout = seconds, timeout
         self._failing, self._equal, self._hanging = failing, equal, hanging
 
+    @property
+    def engine(self) -> None:
+        """It has none."""
+
     async def start(self) -> None:
         """It has no engine."""
 

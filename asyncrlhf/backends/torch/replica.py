@@ -57,6 +57,10 @@ class Replica:
         self._checksum = prepared.checksum
         return True
 
+    def drop_spare(self) -> None:
+        """Free the set that is not in use."""
+        self._spare, self._prepared = {}, None
+
     @torch.no_grad()
     def release(self) -> None:
         """Free both sets."""

@@ -27,6 +27,10 @@ class TorchShadow(TorchScorer, ShadowEngine):
         super().__init__(options)
         self._replica = Replica(self._model, options.transport)
 
+    def offload(self) -> None:
+        self._replica.drop_spare()
+        super().offload()
+
     def prepare(self, weights: WeightHandle) -> None:
         self._replica.prepare(weights)
 

@@ -1,0 +1,156 @@
+"""Groups that share devices, on fakes: one of them computes at a time, whatever happens, and the run goes to its end."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from algorithms.ppo import PPO
+from asyncrlhf.observe import EngineBusy, Evaluated, StepEnded, TurnTaken
+from asyncrlhf.testing import FakeSamplerOptions, Fault, Run, Scenario, Timing
+from tests.contract.inspector import go
+from tests.contract.test_core_invariants import ends_well
+
+ALL = tuple((name, "") for name in ("rollout", "policy", "critic", "reference", "reward"))
+LANES = (*ALL[:3], ("reference", "a"), ("reward", "b"))
+SPLIT = (ALL[0], ALL[1], ALL[3]), (ALL[2], ALL[4])
+SLOW = Timing(verbs={"step": 5.0, "commit": 1.0, "spawn": 2.0, "logprobs": 1.5, "scores": 1.0, "sleep": 0.5, "wake": 2.0})
+TOGETHER = Scenario(rows=16, optional=("reference",), reward_model=True, together=(ALL,), timing=SLOW)
+
+
+def overlaps(run: Run[Any]) -> list[tuple[EngineBusy, EngineBusy]]:
+    """Moments at which two groups of a set computed at once. Adding and giving up answers is no computing."""
+    found: list[tuple[EngineBusy, EngineBusy]] = []
+    busy = [event for event in run.events_of(EngineBusy) if event.work not in ("add", "abort")]
+    for members in run.scenario.together:
+        for (one, lane), (two, other) in combinations(members, 2):
+            if lane and other and lane != other:
+                continue
+            mine, theirs = ([e for e in busy if e.group == name and e.end > e.start] for name in (one, two))
+            found += [(a, b) for a in mine for b in theirs if a.start < b.end - 1e-9 and b.start < a.end - 1e-9]
+    return found
+
+
+def order_of(run: Run[Any]) -> list[str]:
+    return [event.group for event in run.events_of(TurnTaken)]
+
+
+def test_a_synchronous_step_generates_reads_trains_and_publishes_in_turn() -> None:
+    run = ends_well(PPO, TOGETHER, minibatches=2)
+    assert not overlaps(run)
+    steps = re.findall("rollout (?:reference reward|reward reference) critic policy ", " ".join(order_of(run)) + " ")
+    assert len(steps) == 8, "one change to each model per train step"
+    alone = ends_well(PPO, replace(TOGETHER, together=()), minibatches=2)
+    assert run.batches == alone.batches
+    assert run.trainer().weights == alone.trainer().weights
+    assert run.trainer("critic").weights == alone.trainer("critic").weights
+
+
+def test_models_that_only_read_are_beside_each_other_in_lanes() -> None:
+    timing = replace(SLOW, verbs={**SLOW.verbs, "logprobs": 30.0, "scores": 30.0})
+    run = ends_well(PPO, replace(TOGETHER, together=(LANES,), timing=timing, rows=4))
+    assert not overlaps(run)
+    reads = [e for e in run.events_of(EngineBusy) if e.work in ("logprobs", "scores")]
+    first, second = sorted(reads, key=lambda e: e.start)[:2]
+    assert {first.group, second.group} == {"reference", "reward"}
+    assert second.start < first.end
+
+
+def test_answers_are_interrupted_when_a_batch_is_there_and_go_on_with_new_weights() -> None:
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=0.8)
+    scenario = replace(TOGETHER, max_staleness=4, lookahead=2, sampler=sampler, rows=24, probe_gap=0.0)
+    run = ends_well(PPO, scenario, minibatches=2)
+    assert not overlaps(run)
+    versions = [
+        [segment.version for segment in sample.segments]
+        for popped in run.popped
+        for experience in popped.experiences
+        for sample in experience.rollout.samples
+    ]
+    assert any(len(set(found)) > 1 for found in versions), "some answers have tokens of two versions"
+    slept = [event for event in run.events_of(EngineBusy) if event.work == "sleep"]
+    assert slept
+
+
+def test_an_evaluation_has_its_answers_before_anybody_trains() -> None:
+    scenario = replace(TOGETHER, evaluation_every=2, evaluation_prompts=3, evaluation_max_hold=1e4)
+    run = ends_well(PPO, scenario)
+    assert not overlaps(run)
+    labels = [event.label for event in run.events_of(Evaluated)]
+    assert len(labels) >= 4
+    assert all(re.fullmatch(r"v\d+", label) for label in labels)
+
+
+@pytest.mark.parametrize("kind", ["die", "hang", "lost"])
+@pytest.mark.parametrize("verb", ["sleep", "wake", "token"])
+def test_a_dead_sampler_gives_its_turn_back(kind: Any, verb: str) -> None:
+    scenario = replace(TOGETHER, publish_timeout=50.0, lease_timeout=200.0)
+    run = ends_well(PPO, replace(scenario, faults=[Fault(at=20.0, kind=kind, verb=verb)]))
+    assert not overlaps(run)
+    assert len(run.events_of(StepEnded)) == 8
+
+
+@pytest.mark.parametrize("verb", ["offload", "onload", "logprobs"])
+def test_a_lost_reference_gives_its_turn_back(verb: str) -> None:
+    run = ends_well(PPO, replace(TOGETHER, faults=[Fault(group="reference", at=20.0, kind="lost", verb=verb)]))
+    assert not overlaps(run)
+
+
+def test_a_stalled_run_says_who_has_the_turn() -> None:
+    """One prompt of two is sampled, and nobody reads it before the other is, whose engine hangs."""
+    hang = Fault(kind="hang", verb="token", at=1.0)
+    scenario = replace(TOGETHER, lease_timeout=0.0, stall_timeout=500.0, answers_per_prompt=1, faults=[hang])
+    run = go(PPO, scenario)
+    assert run.reason == "Stalled"
+    lines = str(run.error).splitlines()
+    assert any(re.fullmatch(r"group reference waits \d+\.\d s for group rollout: its turn on set 0", x) for x in lines)
+    assert "group rollout has its turn on set 0" in lines
+
+
+def test_a_hung_trainer_ends_the_run_while_others_wait_for_its_turn() -> None:
+    hang = Fault(group="policy", at=10.0, kind="hang", verb="step")
+    run = go(PPO, replace(TOGETHER, stall_timeout=500.0, max_staleness=2, lookahead=1, faults=[hang]))
+    assert run.reason == "EngineLost"
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(data=st.data())
+def test_turns_are_exclusive_and_everything_ends(data: st.DataObject) -> None:
+    """Any staleness, sets, lengths and faults: nobody computes in another's turn, and every prompt is trained once."""
+    bound = data.draw(st.sampled_from([0, 0, 1, 2, 4]))
+    together = data.draw(st.sampled_from([(ALL,), (LANES,), SPLIT, ((ALL[0], ALL[3]),), ((ALL[0], ALL[2], ALL[4]),)]))
+    faults = [
+        Fault(
+            group=data.draw(st.sampled_from(["rollout", "reference", "reward"])),
+            rank=0,
+            at=data.draw(st.floats(1.0, 150.0)),
+            kind=data.draw(st.sampled_from(["lost", "hang", "slow"])),
+            seconds=20.0,
+        )
+        for _ in range(data.draw(st.integers(0, 2)))
+    ]
+    scenario = replace(
+        TOGETHER,
+        rows=12,
+        seed=data.draw(st.integers(0, 100)),
+        max_staleness=bound,
+        lookahead=data.draw(st.integers(0, bound)),
+        prompts_per_step=data.draw(st.integers(1, 3)),
+        publish_rolling=data.draw(st.booleans()),
+        together=together,
+        faults=faults,
+        sampler=FakeSamplerOptions(slots=data.draw(st.integers(2, 8)), length=12.0, sigma=data.draw(st.floats(0, 1))),
+        evaluation_every=data.draw(st.sampled_from([0, 2])),
+        timing=replace(SLOW, jitter=0.5, latency=data.draw(st.sampled_from([0.0, 0.1]))),
+        publish_timeout=100.0,
+        lease_timeout=400.0,
+        max_attempts=10,
+    )
+    run = ends_well(PPO, scenario, minibatches=2)
+    assert not overlaps(run)
