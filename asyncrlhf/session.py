@@ -156,10 +156,11 @@ class Session:
         shared = {} if self.stage.arrangement is None else self.stage.arrangement.turns
         self.turns = take_turns(shared, self.groups, self.gate, observer.log)
         self.trained = {name: group for name, group in self.groups.items() if isinstance(group, TrainGroup)}
+        followers = [group for group in self.groups.values() if isinstance(group, Follower)]
         self.coordinator = Coordinator(
             self.gate,
             list(self.trained.values()),
-            [g for g in self.groups.values() if isinstance(g, Follower)],
+            sorted(followers, key=lambda follower: isinstance(follower, RolloutGroup)),  # those wake last, and stay so
             observer.log,
             mode=config.publish.mode,
             rolling=config.publish.rolling,

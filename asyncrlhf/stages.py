@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from asyncrlhf.backends.rules import require_function
@@ -15,6 +17,7 @@ from asyncrlhf.data.source import Dataset, open_dataset
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.models import Models
 from asyncrlhf.placement.arrange import Arrangement, arrange, filled, with_shadows
+from asyncrlhf.placement.chosen import chosen
 from asyncrlhf.pools import engines_are_here, visible_gpus
 from asyncrlhf.wiring import Wiring, wire
 
@@ -73,13 +76,18 @@ def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
 def _placed(config: Config) -> tuple[Config, Wiring, Arrangement | None]:
     """The configuration with what `[placement]` implies."""
     wiring = wire(config)
-    config = with_shadows(config, wiring.roles)
+    gpus = len(visible_gpus()) if engines_are_here(config) else config.placement.devices
+    planned = ""
+    if config.placement.strategy == "auto":
+        roles = {name: wiring.role(name) for name in wiring.engines}
+        config, planned = chosen(config, roles, wiring.engines, gpus, os.cpu_count() or 1)
+    config = with_shadows(config, wiring.roles, wiring.shadows)
     wiring = wire(config)
     roles = {name: wiring.role(name) for name in wiring.engines}
     arrangement = arrange(config, roles, wiring.engines)
     if arrangement is None:
         return config, wiring, None
-    gpus = len(visible_gpus()) if engines_are_here(config) else config.placement.devices
+    arrangement = replace(arrangement, planned=planned)
     config = filled(config, arrangement, wiring.engines, roles, gpus)
     return config, wire(config), arrangement
 

@@ -160,8 +160,9 @@ def _shadows(config: Config, roles: Mapping[str, str]) -> dict[str, TorchShadow]
     found: dict[str, TorchShadow] = {}
     critics = [name for name, role in roles.items() if role == "critic"]
     for name, table in config.groups.items():
-        if name not in roles and "follows" in table:
-            shadow = convert(table, TorchShadow, f"groups.{name}")
+        named = name.removeprefix("shadow_")
+        if name not in roles and ("follows" in table or (named != name and named in critics)):
+            shadow = convert({"follows": named, **table}, TorchShadow, f"groups.{name}")
             if shadow.follows not in critics:
                 known = f"use one of {', '.join(critics)}" if critics else f"{config.algorithm} has none"
                 raise ConfigError(f'groups.{name}.follows = "{shadow.follows}" is not a critic; {known}')

@@ -130,7 +130,7 @@ class TorchShadow(TorchFrozen, frozen=True, kw_only=True):
     no field of the algorithm: what asks the critic for values is answered here."""
 
     follows: Name
-    """The critic."""
+    """The critic; left out: what the name [groups.shadow_NAME] says."""
     replicas: Positive = 1
     """Copies, each of which reads some of the rows."""
     model: Name | None = None

@@ -8,8 +8,8 @@ at once or one after another. An engine that fails or is late is fenced, restart
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
@@ -167,8 +167,15 @@ class Coordinator:
             self._fenced, self._largest_gap = [], 0.0
             try:
                 with self._gate.trainer_waits():
-                    async with self._turns():
-                        await self._take_over()
+                    await self._side_by_side("prepare")
+                    if self._rolling:
+                        await self._one_after_another("commit")
+                    else:
+                        await self._side_by_side("commit")
+                    while not self._members.serving:
+                        self._joined.clear()
+                        with self._waiting("a rollout engine", "that serves"):
+                            await self._joined.wait()
             finally:
                 if self._mode == "drain":
                     for follower in self._followers:
@@ -187,26 +194,6 @@ class Coordinator:
             )
         )
         self._gate.publish(self._members.published if self._followers else version)
-
-    async def _take_over(self) -> None:
-        """Both phases, on every engine that serves; waits for one that does."""
-        await self._side_by_side("prepare")
-        if self._rolling:
-            await self._one_after_another("commit")
-        else:
-            await self._side_by_side("commit")
-        while not self._members.serving:
-            self._joined.clear()
-            with self._waiting("a rollout engine", "that serves"):
-                await self._joined.wait()
-
-    @asynccontextmanager
-    async def _turns(self) -> AsyncGenerator[None, None]:
-        """The turns of all followers: in between nobody else computes on their devices, and they stay awake."""
-        async with AsyncExitStack() as turns:
-            for follower in self._followers:
-                await turns.enter_async_context(follower.turn.taken())
-            yield
 
     @contextmanager
     def _waiting(self, whom: str, what: str) -> Generator[None]:
@@ -250,7 +237,10 @@ class Coordinator:
                 with self._waiting(replica.key, 'its answers, publish.mode = "drain"'):
                     # a lost answer ends at its lease's time-out
                     await follower.drained(replica, alone=self._rolling)
-            async with asyncio.timeout(self._timeout):
+            if phase == "prepare" and follower.takes_as_it_wakes(replica):
+                self._members.acknowledge(replica.key, incarnation)
+                return
+            async with follower.turn.taken(), asyncio.timeout(self._timeout):
                 if phase == "prepare":
                     await follower.prepare(replica, weights)
                     self._members.acknowledge(replica.key, incarnation)

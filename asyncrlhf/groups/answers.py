@@ -53,7 +53,9 @@ class Replica:
     incarnation: int = 0
     serving: bool = False
     version: int = -1
-    """Of the weights that it has committed last."""
+    """Of the weights that it computes with; -1: none have been published to it."""
+    prepared: int = -1
+    """Of those that it was brought last."""
     asleep: bool = False
     """Its devices are another group's for now."""
     aborting: int = 0

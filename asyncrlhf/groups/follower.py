@@ -70,15 +70,21 @@ class Follower(Group):
             self._on_events(replica, incarnation, events)
 
         replica.handle = await spawned(self._runtime, replica.spec, on_events, self._start_timeout)
-        replica.asleep = False
+        replica.asleep, replica.version, replica.prepared = False, -1, -1
 
     # ---- publishing ----------------------------------------------------------------------------------------------
     async def prepare(self, replica: Replica, weights: WeightHandle) -> None:
         """First phase on one engine."""
-        await self._engine(replica).call("prepare", weights)
+        if replica.version != weights.version:
+            await self._engine(replica).call("prepare", weights)
+            replica.prepared = weights.version
 
     async def commit(self, replica: Replica, version: int) -> None:
         """Second phase on one engine, between two tokens or requests."""
+        if replica.version == version:  # it has woken up with it
+            return
+        if replica.prepared != version and (newest := self.newest()) is not None:
+            await self.prepare(replica, newest)
         await self._engine(replica).call("commit", version, self._kv)
         replica.version = version
 
@@ -90,6 +96,10 @@ class Follower(Group):
         said: Sequence[float] = await self._engine(replica).call("probe", weights.probe.token_ids)
         gaps = [abs(a - b) for a, b in zip(said, weights.probe.logprobs, strict=True)]
         return max(gaps) if all(map(math.isfinite, gaps)) else math.nan
+
+    def takes_as_it_wakes(self, replica: Replica) -> bool:
+        """Whether an engine that sleeps need not be woken to be told of new weights: it comes back with the newest."""
+        return False
 
     def engines_of(self, uid: int, attempt: int) -> list[str]:
         """The engines that have work for this lease outstanding."""

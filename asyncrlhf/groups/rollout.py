@@ -195,11 +195,14 @@ class RolloutGroup(Follower):
         """Whether somebody waits for these answers who keeps training waiting: an evaluation, a drain."""
         return self.wants and (self._outside_count > 0 or any(replica.draining for replica in self.replicas))
 
+    def takes_as_it_wakes(self, replica: Replica) -> bool:
+        return replica.asleep
+
     async def _wake(self, replica: Replica, handle: EngineHandle) -> None:
         """With the newest weights; its answers go on."""
         weights = self.newest()
         if weights is not None and await self._change(replica, handle, "wake", weights):
-            replica.asleep = False
+            replica.asleep, replica.version = False, weights.version
 
     async def _keep_turn(self) -> None:
         """Waits for answers to go on with, then for the turn; has it until there are none, or others are due."""

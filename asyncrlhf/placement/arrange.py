@@ -38,6 +38,8 @@ class Arrangement:
 
     strategy: str
     sets: tuple[DeviceSet, ...]
+    planned: str = ""
+    """What the planner said, if it was asked."""
 
     @property
     def turns(self) -> dict[str, list[tuple[str, str]]]:
@@ -45,17 +47,17 @@ class Arrangement:
         return {each.name: [(m, each.lanes.get(m, "")) for m in each.members] for each in self.sets if each.turns}
 
 
-def with_shadows(config: Config, roles: Mapping[str, str]) -> Config:
-    """The configuration with the copies that "separation" implies: of each critic that nobody follows yet."""
+def with_shadows(config: Config, roles: Mapping[str, str], shadows: Mapping[str, TorchShadow]) -> Config:
+    """The configuration with the copies that "separation" implies: of each critic, computing as it does where its own
+    table says nothing."""
     if config.placement.strategy != "separation":
         return config
-    followed = {table.get("follows") for name, table in config.groups.items() if name not in roles}
-    shadows = {f"shadow_{name}": name for name, role in roles.items() if role == "critic" and name not in followed}
     kept = ("dtype", "device", "threads", "micro_batch_tokens", "layout", "attention")
-    tables = {
-        shadow: {"follows": critic, **{key: value for key, value in config.groups[critic].items() if key in kept}}
-        for shadow, critic in shadows.items()
-    }
+    tables: dict[str, dict[str, Any]] = {}
+    for critic in (name for name, role in roles.items() if role == "critic"):
+        name = next((name for name, table in shadows.items() if table.follows == critic), f"shadow_{critic}")
+        like = {key: value for key, value in config.groups[critic].items() if key in kept}
+        tables[name] = {**like, "follows": critic, **config.groups.get(name, {})}
     return replace(config, groups={**config.groups, **tables})
 
 
@@ -73,7 +75,7 @@ def arrange(config: Config, roles: Mapping[str, str], tables: Mapping[str, objec
                 )
         listed = {name for part in wanted.sets for name in part}
         sets = [*map(tuple, wanted.sets), *((name,) for name in models if name not in listed)]
-    elif wanted.strategy is None or wanted.strategy == "auto":
+    elif wanted.strategy is None:
         return None
     else:
         sets = [part for part in _sets_of(wanted.strategy, models, roles, wanted.shared_shadow) if part]
@@ -200,13 +202,14 @@ def filled(
             "sizes of their groups"
         )
     pools = dict(config.pools)
+    judges = {name: dict(table) for name, table in config.evaluation.judges.items()}
     for each in arrangement.sets:
-        for name in each.members:
-            if name in groups:
-                groups[name].setdefault("pool", each.name)
-        if each.name not in pools:
-            pools[each.name] = _pool(each, sized, widths[each.name], gpus)
-    return replace(config, groups=groups, pools=pools)
+        pool = pools.get(each.name) or _pool(each, sized, widths[each.name], gpus)
+        if pool is not None:
+            pools[each.name] = pool
+            for name in each.members:
+                (groups[name] if name in groups else judges[name]).setdefault("pool", each.name)
+    return replace(config, groups=groups, pools=pools, evaluation=replace(config.evaluation, judges=judges))
 
 
 def _sizes(table: Compute, devices: int, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,12 +247,12 @@ def _width(part: DeviceSet, tables: Mapping[str, Compute]) -> int:
     )
 
 
-def _pool(part: DeviceSet, tables: Mapping[str, Compute], width: int, gpus: int) -> Pool:
-    """Raises ConfigError for engines that cannot share GPUs."""
+def _pool(part: DeviceSet, tables: Mapping[str, Compute], width: int, gpus: int) -> Pool | None:
+    """GPUs for a set; None: it computes on CPUs. Raises ConfigError for engines that cannot share GPUs."""
     devices = {tables[name].device for name in part.members}
     on_gpu = any(device.startswith("cuda") for device in devices) or ("auto" in devices and gpus > 0)
     if not on_gpu:
-        return Pool()
+        return None
     for name in part.members:
         table = tables[name]
         if len(part.members) > 1 and isinstance(table, VllmRollout) and table.tensor_parallel > 1:
@@ -265,7 +268,10 @@ def _pool(part: DeviceSet, tables: Mapping[str, Compute], width: int, gpus: int)
 def set_lines(arrangement: Arrangement, tables: Mapping[str, object], ahead: int) -> Iterator[str]:
     """What `check` says: set by set, how many engines share how many devices, and who takes turns."""
     models = {name: table for name, table in tables.items() if isinstance(table, Compute)}
-    yield "placement".ljust(25) + f"{arrangement.strategy}, {len(arrangement.sets)} sets of devices"
+    count = len(arrangement.sets)
+    yield "placement".ljust(25) + f"{arrangement.strategy}, {count} set{'s' if count > 1 else ''} of devices"
+    if arrangement.planned:
+        yield "  auto".ljust(25) + arrangement.planned
     for part in arrangement.sets:
         width = _width(part, models)
         engines = ", ".join(f"{n} x {c}" if (c := _count(models[n])[0]) > 1 else n for n in part.members)

@@ -93,16 +93,19 @@ NODES: Mapping[str, NodeType] = {
         host_gib=960,
         fabric=72,
     ),
+    "CPU": NodeType(
+        devices=64, memory_gib=4, tflops=0.05, hbm_tb_s=0.01, nvlink_gb_s=5, nic_gb_s=1, pcie_gb_s=5, host_gib=256
+    ),
 }
 """Node types by name. The prices of H800 and H20 are relative to each other (StreamRL); the A100 has the 200 Gbit/s
-network of HybridFlow's test bed."""
+network of HybridFlow's test bed; the devices of "CPU" are cores, and its numbers are guesses."""
 
 
 class Pool(Table, frozen=True, kw_only=True):
     """Equal nodes."""
 
     node: Name
-    """A name in [nodes], or one of A100, H100, H200, H800, H20, GB200."""
+    """A name in [nodes], or one of A100, H100, H200, H800, H20, GB200, CPU."""
     nodes: int = 1
     """How many of them."""
     devices_per_node: Positive | None = None

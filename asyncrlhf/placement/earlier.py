@@ -17,7 +17,7 @@ from asyncrlhf.observe.events import Granted, Scored, decode_event
 from asyncrlhf.placement.advice import Facts
 from asyncrlhf.placement.models import Shape, read_directory, shape_of
 
-__all__ = ("facts_before", "least_host_bytes")
+__all__ = ("facts_before", "least_host_bytes", "shape_in")
 
 TAIL_BYTES = 8 << 20
 LEASES = (b'{"type":"Granted"', b'{"type":"Scored"')
@@ -84,7 +84,7 @@ def least_host_bytes(engines: Iterable[object]) -> float | None:
     known yet, count nothing. None: nothing is known."""
     total = 0.0
     for table in engines:
-        if isinstance(table, Compute) and table.device == "cpu" and (shape := _shape(table)) is not None:
+        if isinstance(table, Compute) and table.device == "cpu" and (shape := shape_in(table)) is not None:
             total += _least(table, shape)
     return total or None
 
@@ -113,7 +113,8 @@ def _held(table: MegatronTrain | MegatronFrozen, shape: Shape) -> float:
     return (shape.params - routed) * stage / table.tensor_parallel + routed * stage / table.expert_parallel
 
 
-def _shape(table: Compute) -> Shape | None:
+def shape_in(table: Compute) -> Shape | None:
+    """Of a group's model, if its files or its table say it."""
     directory: object = getattr(table, "model", None)
     try:
         if isinstance(directory, str):

@@ -42,7 +42,7 @@ class Away:
 def give_back() -> None:
     """Let others have memory that is free here and was kept for what comes next: by torch, of GPUs, and by the C
     library, of the host."""
-    gc.collect()
+    gc.collect(1)  # what is older is not garbage of now, and takes long to look through
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library

@@ -56,11 +56,13 @@ class Model:
         packed: bool = False,
         attention: Attention = "auto",
         trained: bool = False,
+        headless: bool = False,
         alone: bool = True,
     ) -> None:
         """`new_head`: start the value head at 0 even if the directory has one. `alone` False: the weights stay on the
         CPU until `spread`. Raises ConfigError: no such directory or device, an architecture without plain full
-        attention, missing weights (those of a value head that is to be trained start at 0)."""
+        attention, missing weights (those of a value head that is to be trained, or may be missing since weights
+        are yet to come (`headless`), start at 0)."""
         self.directory = Path(directory)
         if not (self.directory / "config.json").is_file():
             raise ConfigError(f"model = {str(directory)!r} has no config.json; give a Hugging Face model directory")
@@ -82,7 +84,7 @@ class Model:
             DTYPES["float32" if trained else dtype],
             head,
             FLASH if self.uses_flash else ATTENTION,
-            trained=trained,
+            headless=trained or headless,
         )
         if new_head:
             _zero(self.module.score, [name for name, _ in self.module.score.named_parameters()])
@@ -287,7 +289,7 @@ def read_config(directory: str | Path, head: Literal["lm", "value"] = "lm") -> A
     return config
 
 
-def _load(directory: Path, dtype: torch.dtype, head: Literal["lm", "value"], attention: str, *, trained: bool) -> Any:
+def _load(directory: Path, dtype: torch.dtype, head: Literal["lm", "value"], attention: str, *, headless: bool) -> Any:
     read_config(directory, head)
     try:
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
@@ -305,7 +307,7 @@ def _load(directory: Path, dtype: torch.dtype, head: Literal["lm", "value"], att
         ) from error
     missing = set(report["missing_keys"])
     if head == "value":  # models that classify sequences have no bias
-        new = [name for name in ("weight", "bias") if f"score.{name}" in missing and (trained or name == "bias")]
+        new = [name for name in ("weight", "bias") if f"score.{name}" in missing and (headless or name == "bias")]
         _zero(module.score, new)
         missing -= {f"score.{name}" for name in new}
     if missing:

@@ -58,8 +58,9 @@ class Replica:
         return True
 
     def drop_spare(self) -> None:
-        """Free the set that is not in use."""
-        self._spare, self._prepared = {}, None
+        """Free the set that is not in use, unless the next version is there already."""
+        if self._prepared is None:
+            self._spare = {}
 
     @torch.no_grad()
     def release(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ class TorchScorer(TorchEngine, ScoreEngine):
     head, such as a reward model."""
 
     Options = ScorerOptions
+    headless: ClassVar[bool] = False
+    """Whether the model's value head may be missing."""
 
     def __init__(self, options: ScorerOptions) -> None:
         self.options = options
@@ -38,6 +41,7 @@ class TorchScorer(TorchEngine, ScoreEngine):
             head=options.head,
             packed=packed,
             attention=options.attention,
+            headless=self.headless,
         )
         require_layout_works(self._model, options.layout)
         self._cut = self._model.cut(options)

@@ -22,6 +22,7 @@ class TorchShadow(TorchScorer, ShadowEngine):
     """A copy of a critic. A version changes between two calls."""
 
     Options = ShadowOptions
+    headless = True
 
     def __init__(self, options: ShadowOptions) -> None:
         super().__init__(options)
