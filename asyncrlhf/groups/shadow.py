@@ -66,18 +66,9 @@ class ShadowGroup(Follower):
         if not serving:
             return None
         if len(serving) > 1:
-            rows = shares(batch, len(serving))
-            async with asyncio.TaskGroup() as tasks:
-                asked = [
-                    tasks.create_task(self._values(r, batch, share)) for r, share in zip(serving, rows, strict=True)
-                ]
-            parts = [task.result() for task in asked]
-            if any(part is None for part in parts):
+            values = await self._values(serving, batch)
+            if values is None:
                 return None
-            values: list[Any] = [None] * len(batch)
-            for share, part in zip(rows, parts, strict=True):
-                for row, value in zip(share, part, strict=True):
-                    values[row] = value
             batch = batch.with_columns(values=column_of("token", values))
         oldest = min(replica.version for replica in serving)
         found = await self._call(serving[0], serving[0].incarnation, "apply", transform, batch)
@@ -85,10 +76,23 @@ class ShadowGroup(Follower):
             self.emit(Measured(group=self.name, train_step=batch.train_step, metrics={"version": float(oldest)}))
         return found
 
-    async def _values(self, replica: Replica, batch: TrainBatch, rows: Sequence[int]) -> Sequence[Any] | None:
-        if not rows:
-            return ()
-        return await self._call(replica, replica.incarnation, "values", batch.take(rows).without_origin())
+    async def _values(self, serving: Sequence[Replica], batch: TrainBatch) -> list[Array] | None:
+        """Of every row, from engines that share the rows; None: one was lost."""
+        rows = shares(batch, len(serving))
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(
+                    self._call(replica, replica.incarnation, "values", batch.take(share).without_origin())
+                )
+                for replica, share in zip(serving, rows, strict=True)
+            ]
+        found: dict[int, Array] = {}
+        for share, task in zip(rows, asked, strict=True):
+            part: Sequence[Array] | None = task.result()
+            if part is None:
+                return None
+            found |= zip(share, part, strict=True)
+        return [found[row] for row in range(len(batch))]
 
     def _on_events(self, replica: Replica, incarnation: int, events: Sequence[EngineEvent]) -> None:
         for event in events:

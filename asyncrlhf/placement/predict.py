@@ -23,7 +23,7 @@ class Setting(Table, frozen=True, kw_only=True):
 
     max_staleness: Count | None = None
     lookahead: Count | None = None
-    """Left out beside a max_staleness: ceil(K / 2)."""
+    """Left out beside a max_staleness: the run's own if it had one, at most K; else ceil(K / 2)."""
     prompts_per_step: Positive | None = None
     answers_per_prompt: Positive | None = None
     at_deadline: str | None = None
@@ -43,31 +43,35 @@ class Setting(Table, frozen=True, kw_only=True):
 class Prediction:
     name: str
     result: Simulated
+    max_staleness: int
+    lookahead: int
+    devices: int
+    """That the pools have together, as the run counts them: an engine or a rank on each."""
 
 
 def predictions(run: MeasuredRun, table: Mapping[str, Any]) -> list[Prediction]:
     """The run itself; then the setting in `table`, or, if it is empty, a few that differ in one thing each."""
-    found = [Prediction("as it ran", _simulate(run, Setting()))]
+    found = [_predict(run, "as it ran", Setting())]
     if table:
         words = " ".join(f"{key}={value}" for key, value in table.items())
-        return [*found, Prediction(words, _simulate(run, convert(table, Setting)))]
+        return [*found, _predict(run, words, convert(table, Setting))]
     found += (
-        Prediction(f"max_staleness={bound}", _simulate(run, Setting(max_staleness=bound)))
+        _predict(run, f"max_staleness={bound}", Setting(max_staleness=bound))
         for bound in (0, 1, 2, 4)
         if bound != run.max_staleness
     )
-    found.append(Prediction("strategy=alternating", _simulate(run, Setting(max_staleness=0, strategy="alternating"))))
+    found.append(_predict(run, "strategy=alternating", Setting(max_staleness=0, strategy="alternating")))
     return found
 
 
-def _simulate(run: MeasuredRun, setting: Setting) -> Simulated:
+def _predict(run: MeasuredRun, name: str, setting: Setting) -> Prediction:
     changes: dict[str, Any] = {
         key: value
         for key in ("max_staleness", "lookahead", "prompts_per_step", "answers_per_prompt", "at_deadline")
         if (value := getattr(setting, key)) is not None
     }
     if "max_staleness" in changes:
-        changes.setdefault("lookahead", (changes["max_staleness"] + 1) // 2)
+        changes.setdefault("lookahead", _lookahead(run, changes["max_staleness"]))
         changes["publish_every"] = min(run.publish_every, changes["lookahead"] + 1)
     rules: LedgerRules = run.rules(**changes)
     pipeline = run.pipeline(
@@ -77,7 +81,14 @@ def _simulate(run: MeasuredRun, setting: Setting) -> Simulated:
         reward_scale=setting.reward_scale,
         length_scale=setting.length_scale,
     )
-    return simulate(pipeline, setting.steps)
+    devices = pipeline.engines + (0 if pipeline.shared else run.trainers)
+    return Prediction(name, simulate(pipeline, setting.steps), rules.max_staleness, rules.lookahead, devices)
+
+
+def _lookahead(run: MeasuredRun, bound: int) -> int:
+    """What the run chose, where it did; a resolved configuration says the default, too."""
+    usual = (run.max_staleness + 1) // 2
+    return min(run.lookahead, bound) if run.lookahead != usual else (bound + 1) // 2
 
 
 def facts_of(run: MeasuredRun) -> Facts:
@@ -102,14 +113,16 @@ def as_text(run: MeasuredRun, found: Sequence[Prediction]) -> str:
         f"a lease lasts {run.lease_s:.3f} s",
         f"  overlap can gain {run.bound:.2f} x at most",
         "",
-        f"{'setting':<34} {'step s':>8} {'tokens/s':>10} {'lag':>11} {'over age':>9} {'gen':>5} {'train':>6}",
+        f"{'setting':<24} {'K/D':>5} {'devices':>7} {'step s':>8} {'tokens/s':>9} {'lag':>7} {'over age':>9} "
+        f"{'gen':>5} {'train':>6} {'bound':>6}",
     ]
     for each in found:
         result = each.result
         lag = f"{result.lag_mean:.1f}/{result.lag_max}"
+        ahead = f"{each.max_staleness}/{each.lookahead}"
         lines.append(
-            f"{each.name:<34} {result.step:>8.3f} {result.tokens_s:>10.0f} {lag:>11} {result.masked:>9.1%} "
-            f"{result.generate:>5.0%} {result.train:>6.0%}"
+            f"{each.name:<24} {ahead:>5} {each.devices:>7} {result.step:>8.3f} {result.tokens_s:>9.0f} {lag:>7} "
+            f"{result.masked:>9.1%} {result.generate:>5.0%} {result.train:>6.0%} {result.bound:>6.2f}"
         )
     error = found[0].result.step / run.step_s - 1
     lines.append(
@@ -135,6 +148,9 @@ def as_json(run: MeasuredRun, found: Sequence[Prediction]) -> dict[str, Any]:
         "predictions": [
             {
                 "setting": each.name,
+                "max_staleness": each.max_staleness,
+                "lookahead": each.lookahead,
+                "devices": each.devices,
                 "step_s": each.result.step,
                 "trained_tokens_s": each.result.tokens_s,
                 "token_lag_mean": each.result.lag_mean,
@@ -143,6 +159,7 @@ def as_json(run: MeasuredRun, found: Sequence[Prediction]) -> dict[str, Any]:
                 "dropped_fraction": each.result.dropped,
                 "busy_generate": each.result.generate,
                 "busy_train": each.result.train,
+                "speedup_bound": each.result.bound,
             }
             for each in found
         ],

@@ -1,4 +1,4 @@
-"""Groups that share devices, on fakes: one of them computes at a time, whatever happens, and the run goes to its end."""
+"""Groups that share devices, on fakes: one computes at a time, whatever happens, and the run ends as it should."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.contract.test_core_invariants import ends_well
 ALL = tuple((name, "") for name in ("rollout", "policy", "critic", "reference", "reward"))
 LANES = (*ALL[:3], ("reference", "a"), ("reward", "b"))
 SPLIT = (ALL[0], ALL[1], ALL[3]), (ALL[2], ALL[4])
-SLOW = Timing(verbs={"step": 5.0, "commit": 1.0, "spawn": 2.0, "logprobs": 1.5, "scores": 1.0, "sleep": 0.5, "wake": 2.0})
+SLOW = Timing(
+    verbs={"step": 5.0, "commit": 1.0, "spawn": 2.0, "logprobs": 1.5, "scores": 1.0, "sleep": 0.5, "wake": 2.0}
+)
 TOGETHER = Scenario(rows=16, optional=("reference",), reward_model=True, together=(ALL,), timing=SLOW)
 
 

@@ -116,9 +116,7 @@ def test_alternating_interrupts_answers_and_goes_on_with_new_weights() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("runtime", "strategy"), [("local", "colocate"), ("local", "separation"), ("ray", "colocate")]
-)
+@pytest.mark.parametrize(("runtime", "strategy"), [("local", "colocate"), ("local", "separation"), ("ray", "colocate")])
 def test_processes_take_turns_as_threads_do(runtime: str, strategy: str, expected: Weights) -> None:
     finished(f"runtime={runtime}", f"placement.strategy={strategy}")
     require_same(weights(), expected)

@@ -275,3 +275,19 @@ def test_without_an_earlier_run_nothing_is_said(tmp_path: Path) -> None:
     facts = facts_before(tmp_path / "never", lookahead=4, max_staleness=8)
     assert (facts.generate_s, facts.train_s, facts.lease_s, facts.host_need) == (None, None, None, None)
     assert warnings(facts) == []
+
+
+def test_a_run_that_chose_its_lookahead_keeps_it_under_another_bound(tmp_path: Path) -> None:
+    """8 with 2 ahead is a choice, 8 with 4 is what a configuration says when nobody has chosen."""
+    write_run(tmp_path)
+    run = read_run(tmp_path)
+    own, usual = replace(run, max_staleness=8, lookahead=2), replace(run, max_staleness=8, lookahead=4)
+    for measured, bound, expected in ((own, 6, 2), (own, 1, 1), (usual, 6, 3), (usual, 1, 1)):
+        found = predictions(measured, {"max_staleness": bound, "steps": 20})[1]
+        assert (found.max_staleness, found.lookahead) == (bound, expected)
+    table = as_text(run, predictions(run, {})).splitlines()
+    header = next(line for line in table if line.startswith("setting"))
+    assert header.split()[1:3] == ["K/D", "devices"]
+    as_it_ran, alternating = (next(x for x in table if x.startswith(name)) for name in ("as it ran", "strategy="))
+    assert as_it_ran.split()[3:5] == ["0/0", "2"]
+    assert alternating.split()[1:3] == ["0/0", "2"]

@@ -1,0 +1,208 @@
+"""[placement]: which sets, pools and sizes follow from a strategy, what wins over them, and what contradicts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrlhf import launch
+from asyncrlhf.config.load import load
+from asyncrlhf.errors import ConfigError
+from asyncrlhf.stages import Stage, prepare
+from tests.integration.tiny import SCRATCH
+
+CONFIG = f"""
+algorithm = "algorithms.ppo:PPO"
+run_dir = "run"
+train_steps = 2
+prompts_per_step = 8
+[data]
+source = "asyncrlhf.data.tasks:reverse"
+options = {{ length = 2, alphabet = "abc" }}
+{SCRATCH}
+{SCRATCH.replace("policy", "critic")}
+[groups.reference]
+[groups.reward]
+backend = "torch"
+model = "judge"
+[groups.rollout]
+max_tokens = 6
+"""
+
+
+@pytest.fixture(autouse=True)
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "ppo.toml").write_text(CONFIG)
+
+
+def placed(*overrides: str) -> Stage:
+    return prepare(load("ppo.toml", overrides))
+
+
+def sets_of(stage: Stage) -> dict[str, tuple[str, bool]]:
+    """Name -> first letters of the members (c: critic, f: reference, p, o: rollout, s: shadow, w: reward), turns."""
+    letters = {"reference": "f", "rollout": "o", "reward": "w"}
+    assert stage.arrangement is not None
+    return {
+        part.name: ("".join(sorted(letters.get(name, name[0]) for name in part.members)), part.turns)
+        for part in stage.arrangement.sets
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sets"),
+    [
+        ("colocate", {"shared": ("cfopw", True)}),
+        ("flattening", {"shared": ("cfopw", True)}),
+        ("alternating", {"shared": ("cfopw", True)}),
+        ("interleaving", {"shared": ("cfopw", True)}),
+        ("split", {"shared": ("fop", True), "critic": ("cw", False)}),
+        ("async", {"generation": ("o", False), "training": ("cfpw", False)}),
+        (
+            "standalone",
+            {"shared": ("op", True), "critic": ("c", False), "reference": ("f", False), "reward": ("w", False)},
+        ),
+        (
+            "separation",
+            {
+                "generation": ("o", False),
+                "training": ("p", False),
+                "shadow_critic": ("s", False),
+                "critic": ("c", False),
+                "reference": ("f", False),
+                "reward": ("w", False),
+            },
+        ),
+    ],
+)
+def test_a_strategy_is_sets_of_groups_with_pools(strategy: str, sets: dict[str, tuple[str, bool]]) -> None:
+    stage = placed(f"placement.strategy={strategy}")
+    assert sets_of(stage) == sets
+    assert stage.config.pools.keys() == sets.keys()
+    assert all(stage.config.groups[n]["pool"] == s.name for s in stage.arrangement.sets for n in s.members)  # type: ignore[union-attr]
+    again = prepare(stage.config)
+    assert again.config == stage.config, "what follows from it follows again"
+    assert again.arrangement == stage.arrangement
+
+
+def test_sizes_follow_where_all_devices_are_shared() -> None:
+    stage = placed("placement.strategy=colocate", "placement.devices=4")
+    assert stage.config.groups["rollout"]["replicas"] == 4
+    assert stage.config.groups["policy"]["data_parallel"] == stage.config.groups["critic"]["data_parallel"] == 4
+    shared = stage.config.pools["shared"]
+    assert (shared.devices, shared.engines_per_device) == (4, 4), "14 engines"
+    own = placed("placement.strategy=colocate", "placement.devices=4", "groups.rollout.replicas=2")
+    assert own.config.groups["rollout"]["replicas"] == 2, "an explicit key wins"
+    worker = placed("placement.strategy=alternating", "groups.policy.data_parallel=2")
+    assert worker.config.groups["rollout"]["replicas"] == 2
+
+
+def test_turns_and_sets_can_be_chosen() -> None:
+    assert sets_of(placed("placement.strategy=split", "placement.turns=all"))["critic"] == ("cw", True)
+    assert sets_of(placed("placement.strategy=colocate", "placement.turns=none"))["shared"] == ("cfopw", False)
+    own = placed('placement.sets=[["rollout", "critic"], ["policy", "reward"]]', "groups.reward.pool=mine")
+    assert sets_of(own) == {
+        "rollout": ("co", True),
+        "mine": ("pw", False),
+        "reference": ("f", False),
+    }
+    assert placed().arrangement is None
+    lanes = placed("placement.strategy=interleaving", "groups.rollout.replicas=2").arrangement
+    assert lanes is not None
+    assert dict(lanes.turns["shared"])["reference"] != dict(lanes.turns["shared"])["reward"]
+    beside = placed("placement.strategy=separation", "placement.shared_shadow=true")
+    assert sets_of(beside)["rollout"] == ("os", True)
+
+
+def test_a_critic_s_copy_computes_as_the_critic_unless_its_table_says_more() -> None:
+    stage = placed("placement.strategy=separation", "groups.critic.dtype=bfloat16", "groups.shadow_critic.replicas=3")
+    shadow = stage.wiring.shadows["shadow_critic"]
+    assert (shadow.follows, shadow.dtype, shadow.replicas) == ("critic", "bfloat16", 3)
+    assert placed("groups.copy.follows=critic").wiring.shadows["copy"].follows == "critic"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["placement.strategy=colocate", "groups.rollout.pool=a", "groups.policy.pool=b"],
+            'groups.rollout.pool = "a" and groups.policy.pool = "b", and placement.strategy = "colocate" has them',
+        ),
+        (
+            ["placement.strategy=async", "groups.rollout.pool=a", "groups.policy.pool=a"],
+            'groups.rollout.pool and groups.policy.pool are both "a", and placement.strategy = "async" gives them dev',
+        ),
+        (
+            ["placement.strategy=separation", "placement.devices=4"],
+            "placement.devices = 4, and its sets need 6 .*shadow_critic 1.*; raise it, or lower the sizes",
+        ),
+        (
+            ["placement.strategy=alternating", "groups.rollout.replicas=2"],
+            'replicas = 2 and the policy has 1 ranks, and placement.strategy = "alternating" has each worker',
+        ),
+        (
+            ["placement.strategy=colocate", 'placement.sets=[["rollout"]]'],
+            r"placement.strategy = \"colocate\" and sets = \[\['rollout'\]\] both say who shares; set one",
+        ),
+        (['placement.sets=[["rollout"], ["rollout"]]'], 'has "rollout" twice; a group is in one set'),
+        (['placement.sets=[["rolout"]]'], 'has "rolout", which is no group with a model; such groups: .*rollout'),
+        (["placement.shared_shadow=true"], 'shared_shadow = true and strategy = "None"'),
+        (["placement.strategy=colocat"], r'placement.strategy = "colocat"'),
+        (
+            ["placement.strategy=colocate", "publish.mode=drain", "max_staleness=2", "off_policy=none"],
+            'publish.mode = "drain" and lookahead = 1: answers of rollout are interrupted',
+        ),
+        (
+            ["placement.strategy=auto"],
+            'has to know what kind the 8 GPUs are; set placement.node, for example to "H100"',
+        ),
+        (
+            ["groups.shadow_critic.follows=policy"],
+            'groups.shadow_critic.follows = "policy" is not a critic; use one of crit',
+        ),
+        (
+            ["groups.a.follows=critic", "groups.b.follows=critic"],
+            "groups.b and groups.a both follow .*one shadow: use repl",
+        ),
+        (
+            ["placement.strategy=split", "placement.node=H100"],
+            'node = "H100" is for strategy = "auto", and it is "split"',
+        ),
+    ],
+)
+def test_what_contradicts_it_is_refused_with_both_values(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        placed(*overrides)
+
+
+def test_engines_of_several_processes_share_no_gpus() -> None:
+    wide = ("groups.rollout.backend=vllm", "groups.rollout.tensor_parallel=2", "groups.rollout.device=cuda")
+    with pytest.raises(
+        ConfigError, match="tensor_parallel = 2: engines of several processes share no GPUs with policy"
+    ):
+        placed("placement.strategy=standalone", *wide)
+
+
+def test_check_prints_the_sets_and_what_the_planner_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = launch.check(load("ppo.toml", ["placement.strategy=split"]))
+    assert "placement                split, 2 sets of devices\n" in text
+    assert "  set shared             rollout, policy, reference on 1 device, in turn\n" in text
+    assert "  set critic             critic, reward on 1 device, side by side\n" in text
+    text = launch.check(load("ppo.toml", ["placement.strategy=async"]))
+    assert 'warning: placement.strategy = "async" and lookahead = 0: the two pools wait' in text
+    shape = '{"model_type": "qwen2", "vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, '
+    shape += '"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": true}'
+    Path("judge/config.json").write_text(shape)
+    text = launch.check(load("ppo.toml", ["placement.strategy=auto", "placement.node=H100", "placement.devices=8"]))
+    assert "  auto                   " in text
+    assert "per train step, as planned" in text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    stage = placed("placement.strategy=auto", "placement.devices=2")
+    assert stage.arrangement is not None
+    assert stage.arrangement.planned
+    assert not stage.config.pools, "on CPUs there is nothing to ask for"
