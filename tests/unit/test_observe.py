@@ -259,6 +259,7 @@ def test_metrics_row_of_a_step(tmp_path: Path) -> None:
             "time/publish": 0.2,
             "time/exposed_sync": 0.1,
             "time/checkpoint": 0.0,
+            "time/switch": 0.0,
             "busy/rollout": 1.8,
             "busy/reward": 0.0,
             "busy/policy": 1.2,
