@@ -164,6 +164,7 @@ class Session:
             observer.log,
             mode=config.publish.mode,
             rolling=config.publish.rolling,
+            overlap=bool(config.publish.overlap),
             timeout=config.publish.timeout,
             probe_gap=config.publish.probe_gap,
             evaluator=self._evaluator(),
@@ -353,6 +354,7 @@ class Session:
     # ---- saving and ending -----------------------------------------------------------------------------------------
     async def _save(self, *, groups: bool = True) -> None:
         """One checkpoint; `groups` False: of the start, whose weights are where the configuration says."""
+        await self.coordinator.settled()
         started, version = time.perf_counter(), self.coordinator.version
         gate, checkpoints = self.gate, self.directory.checkpoints
         if checkpoints.path(version) in checkpoints.complete():

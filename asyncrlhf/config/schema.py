@@ -183,6 +183,9 @@ class Publish(Table, frozen=True, kw_only=True):
     rolling: bool = False
     """Swap one engine after another, while the others sample on: generation never stops, and a publish takes as long
     as all the swaps together. False: all at once."""
+    overlap: bool | None = None
+    """Train on while the engines take the weights of the step before; left out: where lookahead is above 0. Without
+    lookahead there is nothing to train on until they have, so it must not be true."""
     kv: Literal["rebuild", "keep"] = "rebuild"
     """What becomes of the KV cache of running answers: recomputed, or kept and their tokens flagged kv_mixed."""
     probe_gap: Amount = 0.5
@@ -243,7 +246,8 @@ class Observe(Table, frozen=True, kw_only=True):
 
 
 class Config(Table, frozen=True, kw_only=True):
-    """A whole run. `lookahead` and `off_policy` are filled in when left out, so neither is None afterwards."""
+    """A whole run. `lookahead`, `off_policy` and `publish.overlap` are filled in when left out, so none of them is None
+    afterwards."""
 
     algorithm: Name
     """Import path "module:Class" of an Algorithm."""
@@ -305,6 +309,9 @@ class Config(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.lookahead is None:
             msgspec.structs.force_setattr(self, "lookahead", (self.max_staleness + 1) // 2)
+        if self.publish.overlap is None:
+            publish = msgspec.structs.replace(self.publish, overlap=bool(self.lookahead))
+            msgspec.structs.force_setattr(self, "publish", publish)
         if self.off_policy is None and self.max_staleness == 0:
             msgspec.structs.force_setattr(self, "off_policy", "none")
         require_import_path("algorithm", self.algorithm, "algorithms.grpo:GRPO")
@@ -337,6 +344,11 @@ class Config(Table, frozen=True, kw_only=True):
             raise ConfigError(
                 f"off_policy is not chosen and max_staleness = {bound} trains on older versions; set it to "
                 '"decoupled", "truncated_is" or "masked_is", or to "none" to train uncorrected'
+            )
+        if self.publish.overlap and not ahead:
+            raise ConfigError(
+                "publish.overlap = true and lookahead = 0: no prompt is live while weights are published, so there is "
+                "nothing to train on meanwhile; remove it, or raise max_staleness and lookahead to 1 or more"
             )
         if self.publish.every > ahead + 1:
             raise ConfigError(

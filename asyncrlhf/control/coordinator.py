@@ -1,29 +1,32 @@
 """Coordinator: the version clock. Closes train steps and publishes weights in two phases.
 
-`publish` waits for the trained model's weights and then for every serving engine: all prepare side by side, and commit
+A publish waits for the trained model's weights and then for every serving engine: all prepare side by side, and commit
 at once or one after another. An engine that fails or is late is fenced, restarted, and joins at the newest version.
-`serve` runs those restarts.
+`publish` waits for its publish to end; where publishes overlap with training it asks for the weights, behind the steps
+that made them, and waits only for the publish before. `serve` runs publishes of that kind and restarts.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
 from msgspec.structs import replace
 
+from asyncrlhf.control.closing import step_ended
 from asyncrlhf.control.evaluation import Evaluator
 from asyncrlhf.control.membership import Membership
+from asyncrlhf.control.underway import UnderWay
 from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.groups import TrainGroup
 from asyncrlhf.groups.answers import Replica
 from asyncrlhf.groups.follower import Follower
 from asyncrlhf.messages import WeightHandle
-from asyncrlhf.observe.events import Fenced, Measured, Published, StepEnded
+from asyncrlhf.observe.events import Fenced, Measured, Published
 from asyncrlhf.observe.log import EventLog
 
 __all__ = ("Coordinator",)
@@ -43,22 +46,26 @@ class Coordinator:
         *,
         mode: Literal["in_flight", "drain"] = "in_flight",
         rolling: bool = False,
+        overlap: bool = False,
         timeout: float = 300.0,
         probe_gap: float = 0.0,
         evaluator: Evaluator | None = None,
         after_step: Callable[[int], Awaitable[None]] | None = None,
         state: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`rolling`: engines commit one after another. `timeout`: seconds an engine may take for one phase.
-        `probe_gap`: nats by which an engine that has committed weights may differ from the trainer before it is fenced;
-        0: it is not asked. `after_step(version)` is awaited at each boundary. `state`: the numbers in the algorithm's
-        state, reported then."""
+        """`rolling`: engines commit one after another. `overlap`: training goes on meanwhile. `timeout`: seconds an
+        engine may take for one phase. `probe_gap`: nats by which an engine that has committed weights may differ from
+        the trainer before it is fenced; 0: it is not asked. `after_step(version)` is awaited at each boundary. `state`:
+        the numbers in the algorithm's state, reported then."""
         self.publish_count = 0
         self.waits: dict[tuple[str, str], float] = {}
         """(whom, for what) a publish waits beside its calls to engines -> loop time since when."""
         self._gate, self._trained, self._followers = gate, trained, followers
         self._emit, self._elapsed = log.emit, log.elapsed
         self._rolling = rolling
+        self._overlap = overlap and bool(followers) and not any(f.turn.shared for f in followers)
+        self._under_way = UnderWay(self._elapsed)
+        self._closed: list[int] = []  # versions that evaluations have not been asked about yet
         self._mode, self._timeout, self._evaluator, self._after_step = mode, timeout, evaluator, after_step
         self._probe_gap, self._largest_gap = probe_gap, 0.0
         self._state = state
@@ -98,7 +105,8 @@ class Coordinator:
             self._evaluator.cancel("by the end of the run")
 
     async def finish(self) -> None:
-        """Training is over: let an evaluation under way end."""
+        """Training is over: let the last publish and an evaluation under way end."""
+        await self.settled()
         if self._evaluator is not None:
             await self._evaluator.finish()
 
@@ -108,7 +116,7 @@ class Coordinator:
     async def start(self) -> None:
         """Launch or resume: commit V to every engine before the first lease. Raises GroupError if one refuses it."""
         version = self.version
-        await self._export(version)
+        self._remember(await asyncio.gather(*(group.export(version) for group in self._sources)))
         async with asyncio.TaskGroup() as tasks:
             for follower in self._followers:
                 for replica in follower.replicas:
@@ -125,10 +133,12 @@ class Coordinator:
     async def publish(self, *groups: TrainGroup) -> None:
         """Close train step t, once: void if no optimizer step of any trained model was applied, else V = t + 1.
 
-        Then, if `publish.every` says so, bring the weights of all followed groups to the engines that follow them, and
-        return when all have committed; weights that have not changed go as a header. `groups` are those that the step
-        was meant to train. Raises PublishRefused when weights fail the gate, GroupError when an engine is lost, and
-        ValueError for a group that is not trained here.
+        Then, if `publish.every` says so, bring the weights of all followed groups to the engines that follow them;
+        weights that have not changed go as a header. Returns when all have committed; where publishes overlap, when the
+        publish before is over and the weights have been asked for: P then rises later, while the next step trains.
+        `groups` are those that the step was meant to train. Raises PublishRefused when weights fail the gate and
+        GroupError when an engine is lost, where publishes overlap from `serve`, and ValueError for a group that is not
+        trained here.
         """
         for group in groups:
             if group not in self._trained:
@@ -141,54 +151,98 @@ class Coordinator:
             reasons = [reason for _, rejected in closed for reason in rejected]
             reason = "not_finite" if "not_finite" in reasons else "no_signal"
             self._gate.void(reason)
-            self._end_step(training.step, void=True, reason=reason)
+            self._end_step(training.step, void=reason)
             return
         self._gate.applied()
-        began = self._elapsed()
         if self._gate.ledger.due():
-            if self._evaluator is not None:
-                with self._waiting("the evaluation", "at most evaluation.max_hold"):
-                    await self._evaluator.hold()
-            await self._move(began)
+            await self._publish(self.version)
         version = self.version
-        self._end_step(training.step, void=False, reason="")
-        if self._evaluator is not None and self._tasks is not None and not self._gate.stopping:
-            self._evaluator.start(version, self._members.published, self._tasks)
+        self._end_step(training.step)
+        self._closed.append(version)
+        if not self._under_way:
+            self._evaluate()
         if self._after_step is not None:
             await self._after_step(version)
             self._step_began = self._elapsed()
 
+    async def settled(self) -> None:
+        """Wait until no publish is under way, and P is what the steps so far make it: a checkpoint is taken then."""
+        with self._gate.trainer_waits() if self._under_way else nullcontext():
+            await self._under_way.over()
+
+    def _evaluate(self) -> None:
+        """Start the evaluations that are due, on what is published."""
+        for version in self._closed:
+            if self._evaluator is not None and self._tasks is not None and not self._gate.stopping:
+                self._evaluator.start(version, self._members.published, self._tasks)
+        self._closed.clear()
+
     # ---- moving weights ----------------------------------------------------------------------------------------
-    async def _move(self, began: float) -> None:
-        version = self.version
-        moved = await self._export(version)
-        if self._followers:
-            self._members.prepare(version)
-            self._fenced, self._largest_gap = [], 0.0
-            try:
-                with self._gate.trainer_waits():
-                    await self._side_by_side("prepare")
-                    if self._rolling:
-                        await self._one_after_another("commit")
-                    else:
-                        await self._side_by_side("commit")
-                    while not self._members.serving:
-                        self._joined.clear()
-                        with self._waiting("a rollout engine", "that serves"):
-                            await self._joined.wait()
-            finally:
-                if self._mode == "drain":
-                    for follower in self._followers:
-                        follower.release()
+    @property
+    def _sources(self) -> list[TrainGroup]:
+        """The groups that somebody follows."""
+        followed = {follower.follows for follower in self._followers}
+        return [group for group in self._trained if group.name in followed]
+
+    async def _publish(self, version: int) -> None:
+        await self.settled()
+        began = self._elapsed()
+        asked = [await group.ask_export(version) for group in self._sources]
+        if self._overlap and self._tasks is not None:
+            self._under_way.begin(self._tasks, self._beside(version, asked, began))
+            return
+        moved = await asyncio.gather(*asked)
+        await self._hold()
+        with self._gate.trainer_waits():
+            await self._move(version, moved)
+        self._published(version, moved, began, self._elapsed() - began)
+
+    async def _beside(self, version: int, asked: Sequence[Awaitable[WeightHandle]], began: float) -> None:
+        """A publish while the next step trains, until the trainer comes to wait for it."""
+        moved = await asyncio.gather(*asked)
+        await self._hold()
+        await self._move(version, moved)
+        self._published(version, moved, began, self._under_way.waited())
+        self._evaluate()
+
+    async def _hold(self) -> None:
+        """For an evaluation of the version before."""
+        if self._evaluator is not None:
+            with self._waiting("the evaluation", "at most evaluation.max_hold"):
+                await self._evaluator.hold()
+
+    async def _move(self, version: int, moved: Sequence[WeightHandle]) -> None:
+        """Bring the weights to every serving engine."""
+        self._remember(moved)
+        if not self._followers:
+            return
+        self._members.prepare(version)
+        self._fenced, self._largest_gap = [], 0.0
+        try:
+            await self._side_by_side("prepare")
+            if self._rolling:
+                await self._one_after_another("commit")
+            else:
+                await self._side_by_side("commit")
+            while not self._members.serving:
+                self._joined.clear()
+                with self._waiting("a rollout engine", "that serves"):
+                    await self._joined.wait()
+        finally:
+            if self._mode == "drain":
+                for follower in self._followers:
+                    follower.release()
+
+    def _published(self, version: int, moved: Sequence[WeightHandle], began: float, exposed: float) -> None:
+        """P rises."""
         self.publish_count += 1
-        seconds = self._elapsed() - began
         self._emit(
             Published(
                 version=version,
                 changed=any(handle.changed for handle in moved),
                 byte_count=sum(handle.byte_count for handle in moved if handle.changed),
-                seconds=seconds,
-                exposed=seconds,
+                seconds=self._elapsed() - began,
+                exposed=exposed,
                 fenced=tuple(self._fenced),
                 probe_gap=self._largest_gap if self._probe_gap else None,
             )
@@ -202,14 +256,6 @@ class Coordinator:
             yield
         finally:
             self.waits.pop((whom, what), None)
-
-    async def _export(self, version: int) -> list[WeightHandle]:
-        """The weights of every group that somebody follows."""
-        sources = {follower.follows for follower in self._followers}
-        handles = [await group.export(version) for group in self._trained if group.name in sources]
-        for group, handle in zip((g for g in self._trained if g.name in sources), handles, strict=True):
-            self._remember(group.name, handle)
-        return handles
 
     def _behind(self) -> list[tuple[Follower, Replica]]:
         """The serving engines that have not committed the version under way."""
@@ -257,10 +303,12 @@ class Coordinator:
         except GroupError as error:
             self._fence(follower, replica, incarnation, str(error))
 
-    def _remember(self, source: str, weights: WeightHandle) -> None:
-        self._weights[source] = weights
-        if weights.changed or source not in self._whole:
-            self._whole[source] = replace(weights, changed=True)
+    def _remember(self, moved: Sequence[WeightHandle]) -> None:
+        """What engines that come to serve are sent from now on."""
+        for group, weights in zip(self._sources, moved, strict=True):
+            self._weights[group.name] = weights
+            if weights.changed or group.name not in self._whole:
+                self._whole[group.name] = replace(weights, changed=True)
 
     def _newest(self, follower: Follower) -> WeightHandle | None:
         """What an engine takes that has none, all of it; None: nothing has been exported yet."""
@@ -346,31 +394,9 @@ class Coordinator:
                 if self._weights[follower.follows].version == newest:
                     raise  # not because newer weights have taken their place
 
-    def _end_step(self, step: int, *, void: bool, reason: str) -> None:
-        ledger, now = self._gate.ledger, self._elapsed()
-        account = ledger.account()
+    def _end_step(self, step: int, *, void: str = "") -> None:
+        now = self._elapsed()
         if numbers := self._state():
             self._emit(Measured(group="state", train_step=step, metrics=numbers))
-        self._emit(
-            StepEnded(
-                train_step=step,
-                void=void,
-                reason=reason,
-                policy_version=self.version,
-                published_version=ledger.published if ledger.published is not None else -1,
-                publish_count=self.publish_count,
-                tokens={
-                    "generated": account.tokens.generated,
-                    "trained": account.tokens.trained,
-                    "masked": account.tokens.masked,
-                    "dropped": account.tokens.dropped,
-                    "open": account.tokens.open,
-                },
-                leases={
-                    **account.counts,
-                    **{f"again({name})": count for name, count in account.leased_again.items()},
-                },
-                seconds=now - self._step_began,
-            )
-        )
+        self._emit(step_ended(self._gate.ledger, step, void, self.publish_count, now - self._step_began))
         self._step_began = now

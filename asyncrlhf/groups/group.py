@@ -66,9 +66,13 @@ class Group(ABC):
 
     async def ask(self, verb: str, *arguments: Any) -> Any:
         """Put a request and await its reply; cancelling the caller cancels the request."""
+        return await (await self.asked(verb, *arguments))
+
+    async def asked(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Put a request; gives its reply, which is to be awaited. Cancelling that cancels the request."""
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         await self._inbox.put(Request(verb, arguments, reply))
-        return await reply
+        return reply
 
     def emit_busy(self, rank: int, event: EngineEvent) -> bool:
         """Log an engine's compute time; True if the event was one."""

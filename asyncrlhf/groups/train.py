@@ -132,6 +132,11 @@ class TrainGroup(Group):
             self.emit(Measured(group=self.name, train_step=batch.train_step, metrics=measures))
         return batch.with_columns(**columns)
 
+    async def ask_export(self, version: int) -> asyncio.Future[WeightHandle]:
+        """As `export`, behind what was asked for before and ahead of what is asked for later; gives the reply, to be
+        awaited while the engine is at later requests."""
+        return await self.asked("export", version)
+
     # ---- control lane ------------------------------------------------------------------------------------------
     async def export(self, version: int) -> WeightHandle:
         """Weights where followers can read them. Raises PublishRefused."""

@@ -150,6 +150,7 @@ class Run(typing.Generic[A]):
 
     async def save(self, version: int, *, groups: bool = True) -> None:
         """One checkpoint, as the launcher's: through the bytes of its files."""
+        await self.coordinator.settled()
         trained = {n: g for n, g in self.groups.items() if isinstance(g, TrainGroup)} if groups else {}
         state = getattr(self.algorithm, "state", None)
         live = self.gate.ledger.live

@@ -32,6 +32,7 @@ class Scenario:
     publish_every: int = 1
     publish_mode: Literal["in_flight", "drain"] = "in_flight"
     publish_rolling: bool = False
+    publish_overlap: bool = False
     publish_timeout: float = 300.0
     kv: Literal["rebuild", "keep"] = "rebuild"
     byte_limit: int | None = None

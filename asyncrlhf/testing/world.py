@@ -89,6 +89,7 @@ async def build_run(
         run.log,
         mode=scenario.publish_mode,
         rolling=scenario.publish_rolling,
+        overlap=scenario.publish_overlap,
         timeout=scenario.publish_timeout,
         probe_gap=scenario.probe_gap,
         evaluator=_evaluator(run),

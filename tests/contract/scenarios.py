@@ -72,6 +72,7 @@ def scenarios(draw: st.DrawFn, *, most_faults: int = 0, **fixed: Any) -> Scenari
         "publish_every": draw(st.sampled_from(range(1, ahead + 2))),
         "publish_mode": draw(st.sampled_from(["in_flight", "in_flight", "drain"])),
         "publish_rolling": draw(st.booleans()),
+        "publish_overlap": ahead > 0 and draw(st.booleans()),
         "publish_timeout": 60.0,
         "kv": draw(st.sampled_from(["rebuild", "rebuild", "keep"])),
         "byte_limit": draw(st.sampled_from([None, None, 0, 300])),
@@ -177,4 +178,5 @@ def stressed(number: int) -> Scenario:
             for _ in range(r.randint(0, 4))
         ],
         zombies=r.random() < 0.5,
+        publish_overlap=r.random() < 0.5,
     )

@@ -1,0 +1,44 @@
+"""UnderWay: the publish that goes on beside the next train step. There is one at most: whoever needs it over, to begin
+another one, to save or to end the run, waits here for it, and it knows how long they did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+__all__ = ("UnderWay",)
+
+
+class UnderWay:
+    """At most one task, and who waits for it."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """`now`: seconds, from a clock that only rises."""
+        self._now = now
+        self._task: asyncio.Task[None] | None = None
+        self._waits_since: float | None = None
+
+    def __bool__(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def begin(self, tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in a TaskGroup, which its failure ends."""
+        assert not self, "a publish is under way already"
+        self._task = tasks.create_task(work, name="publish")
+
+    async def over(self) -> None:
+        """Wait until none is under way. Raises what has ended it."""
+        if self._task is None:
+            return
+        self._waits_since = self._now()
+        try:
+            await asyncio.wait([self._task])
+        finally:
+            self._waits_since = None
+        task, self._task = self._task, None
+        task.result()
+
+    def waited(self) -> float:
+        """Seconds that somebody has waited for it by now."""
+        return 0.0 if self._waits_since is None else self._now() - self._waits_since
