@@ -25,6 +25,7 @@ from asyncrlhf.models import Models
 from asyncrlhf.placement.advice import warnings
 from asyncrlhf.placement.arrange import set_lines
 from asyncrlhf.placement.earlier import facts_before
+from asyncrlhf.placement.fits import device_memory, memory_warnings
 from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_pools
 from asyncrlhf.session import Session
 from asyncrlhf.stages import Stage, prepare
@@ -46,8 +47,11 @@ def check(config: Config) -> str:
         engines=stage.wiring.engines.values(),
     )
     moved = plan_lines(stage.wiring.engines)
-    advice = [f"warning: {text}" for text in warnings(facts)]
     shared = stage.arrangement
+    in_turn = {} if shared is None else {part.name: part.members for part in shared.sets if part.turns}
+    have = device_memory() if engines_are_here(config) else None
+    memory = memory_warnings(config.pools, stage.wiring.engines, in_turn, have)
+    advice = [f"warning: {text}" for text in (*warnings(facts), *memory)]
     sets = [] if shared is None else set_lines(shared, stage.wiring.engines, config.lookahead or 0)
     facts_lines = [*derive(config).lines(), *sets, *pool_lines(config, engines), *moved, *advice]
     return f"{stage.text}\n" + "\n".join(facts_lines)

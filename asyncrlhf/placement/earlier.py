@@ -11,13 +11,21 @@ from typing import Any
 
 import msgspec
 
-from asyncrlhf.config.groups import Compute, MegatronFrozen, MegatronTrain, RolloutTable, TorchTrain, Trained
+from asyncrlhf.config.groups import (
+    Compute,
+    MegatronFrozen,
+    MegatronTrain,
+    RolloutTable,
+    TorchShadow,
+    TorchTrain,
+    Trained,
+)
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.observe.events import Granted, Scored, decode_event
 from asyncrlhf.placement.advice import Facts
 from asyncrlhf.placement.models import Shape, read_directory, shape_of
 
-__all__ = ("facts_before", "least_host_bytes", "shape_in")
+__all__ = ("facts_before", "least_bytes", "least_host_bytes", "shape_in")
 
 TAIL_BYTES = 8 << 20
 LEASES = (b'{"type":"Granted"', b'{"type":"Scored"')
@@ -85,15 +93,16 @@ def least_host_bytes(engines: Iterable[object]) -> float | None:
     total = 0.0
     for table in engines:
         if isinstance(table, Compute) and table.device == "cpu" and (shape := shape_in(table)) is not None:
-            total += _least(table, shape)
+            total += least_bytes(table, shape)
     return total or None
 
 
-def _least(table: Compute, shape: Shape) -> float:
-    """Of all engines of a group."""
+def least_bytes(table: Compute, shape: Shape) -> float:
+    """Of all engines of a group: weights, twice where new ones arrive beside those in use, and everything that training
+    keeps."""
     params, size = shape.params, SIZES[table.dtype]
     match table:
-        case RolloutTable():
+        case RolloutTable() | TorchShadow():
             return 2 * table.replicas * params * size
         case TorchTrain():  # gradients and Adam's two moments
             return 4 * params * size * (1 if table.sharding == "full" else table.data_parallel)

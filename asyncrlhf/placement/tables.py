@@ -16,6 +16,8 @@ __all__ = ("as_toml",)
 
 UTILIZATION = 0.9
 """Part of a GPU that a vLLM engine takes which has it to itself."""
+SHADOW = "shadow_"
+"""Begins the name of a critic's copy."""
 
 
 def as_toml(outcome: Outcome) -> str:
@@ -35,11 +37,11 @@ def as_toml(outcome: Outcome) -> str:
 
 def _obstacle(candidate: Candidate) -> str:
     """What a configuration has no keys for; "": nothing."""
-    if candidate.strategy.shadows:
-        return "no algorithm has a shadow of its critic"
     for part in candidate.sets:
         for member in part.members:
             name, layout, shape = member.unit.name, part.layouts[member.unit.name], member.unit.model.shape
+            if name.startswith(SHADOW) and layout.model > 1:
+                return f"{name} has {layout.model} devices to a copy, and copies are whole"
             if member.unit.generates:
                 if layout.pp > 1:
                     return f"{name} has pipeline_parallel = {layout.pp}, and its engines take tensor_parallel only"
@@ -66,7 +68,9 @@ def _tables(problem: Problem, candidate: Candidate) -> dict[str, Any]:
         for member in part.members:
             groups[member.unit.name] = {"pool": pool, **_sizes(problem, part, member, sharing)}
     work = problem.work
-    return {"max_staleness": work.max_staleness, "lookahead": work.ahead, "pools": pools, "groups": groups}
+    sets = [[member.unit.name for member in part.members] for part in candidate.sets]
+    shared = {"placement": {"sets": sets}} if any(len(part) > 1 for part in sets) else {}
+    return {"max_staleness": work.max_staleness, "lookahead": work.ahead, **shared, "pools": pools, "groups": groups}
 
 
 def _engines_per_device(part: SetPlan) -> int:
@@ -78,6 +82,8 @@ def _engines_per_device(part: SetPlan) -> int:
 
 def _sizes(problem: Problem, part: SetPlan, member: Member, sharing: int) -> dict[str, Any]:
     layout = part.layouts[member.unit.name]
+    if member.unit.name.startswith(SHADOW):
+        return {"follows": member.unit.name.removeprefix(SHADOW), "replicas": layout.dp}
     if member.unit.generates:
         found: dict[str, Any] = {"backend": "vllm", "replicas": layout.dp, "tensor_parallel": layout.tp}
         return found | ({"gpu_memory_utilization": round(UTILIZATION / sharing, 2)} if sharing > 1 else {})

@@ -110,6 +110,21 @@ def test_tables_to_paste_are_those_of_a_run(
     )
 
 
+def test_a_critic_s_copy_is_a_table_that_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    critic = "models.critic={name='qwen2.5-7b'}"
+    one = "{tensor_parallel=1}"
+    sizes = f"layouts={{rollout={one}, shadow_critic={one}}}"
+    assert main(["plan", *SMALL, critic, sizes, 'strategies=["separation"]', "--toml"]) == 0
+    text = capsys.readouterr().out
+    table = tomllib.loads(text)
+    shadow = table["groups"]["shadow_critic"]
+    assert shadow["follows"] == "critic"
+    assert shadow["replicas"] >= 1
+    alone = not text.startswith("# separation, shared")
+    assert (shadow["pool"] == table["groups"]["rollout"]["pool"]) is not alone
+    assert ("placement" in table) is not alone
+
+
 def test_a_placement_that_a_run_has_no_keys_for_is_not_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     wide = "layouts={rollout={tensor_parallel=2}}"
     assert main(["plan", *SMALL, 'strategies=["colocate", "async"]', wide, "--toml"]) == 0
