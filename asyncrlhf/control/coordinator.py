@@ -88,8 +88,13 @@ class Coordinator:
         """V: train steps contained in the trained weights."""
         return self._gate.ledger.step - (self._gate.ledger.training is not None)
 
+    @property
+    def publishing(self) -> bool:
+        """Whether a publish is under way beside training."""
+        return bool(self._under_way)
+
     async def serve(self) -> None:
-        """Runs restarts and evaluations until `close`."""
+        """Runs publishes beside training, restarts and evaluations until `close`."""
         async with asyncio.TaskGroup() as self._tasks:
             try:
                 await self._stop.wait()
