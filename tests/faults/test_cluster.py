@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ import pytest
 from tests.faults import scene
 from tests.faults.forks import ROOT, Forks
 from tests.faults.test_local import DATA, PATIENCE
-from tests.faults.test_ray import process
+from tests.faults.test_ray import process, wait_for_step
 
 pytestmark = pytest.mark.timeout(240)
 POOLS = """
@@ -89,6 +92,31 @@ def test_ranks_lie_on_one_node_or_follow_the_nodes(three: Three) -> None:
     assert found["head"] not in found["labelled"]
     assert "pools.p: 0 devices and 2 cores for group 'g' have not been free within ray.patience = 1 s" in found["late"]
     assert "free are 0 devices and 1 core on " in found["late"]
+
+
+def test_L7_an_engine_on_another_node_is_killed_while_it_takes_weights_and_the_others_go_on(
+    three: Three, forks: Forks, tmp_path: Path
+) -> None:
+    """The bytes go by a group of each engine and the trainer."""
+    name, run = configured(three, tmp_path, SLOW), tmp_path / "run"
+    child = forks.start(tmp_path, name, "groups.rollout.replicas=2")
+    pid = wait_for_step(child, run, 2, "rollout/0")
+    os.kill(pid, signal.SIGSTOP)
+    waits = re.compile(r"waits \d+\.\d s for rollout/0: prepare$", re.MULTILINE)
+
+    def asked() -> bool:
+        child.signal(signal.SIGUSR1)
+        return waits.search(child.text) is not None
+
+    assert child.until(asked, PATIENCE), child.text
+    os.kill(pid, signal.SIGKILL)
+    assert child.until(lambda: "engine rollout/0 is back" in child.text, PATIENCE), child.text
+    (tmp_path / "go").touch()
+    assert child.wait(PATIENCE) == 0, child.text
+    assert re.search(r"group 'rollout', rank 0: actor of process \d+ is lost", child.text)
+    assert scene.lineage(run).consumed == dict.fromkeys(range(80), 1)
+    for engine, times in (("rollout-0", 2), ("rollout-1", 1)):  # the one that lives keeps its group
+        assert (run / "logs" / f"{engine}.log").read_text().count("by gloo") == times
 
 
 def test_a_lost_node_costs_no_prompt(three: Three, forks: Forks, tmp_path: Path) -> None:

@@ -91,7 +91,10 @@ def test_lookahead_defaults_to_half_the_bound(read: Load, bound: int, ahead: int
         (["promts_per_step=3"], "promts_per_step is not a key; did you mean prompts_per_step?"),
         (["limits.max_atempts=3"], "limits.max_atempts is not a key; did you mean limits.max_attempts?"),
         (["max_attempts=3"], "max_attempts is not a key; did you mean limits.max_attempts?"),
-        (["publish.zzz=3"], "publish.zzz is not a key; keys there: every, mode, rolling, kv, probe_gap, timeout"),
+        (
+            ["publish.zzz=3"],
+            "publish.zzz is not a key; keys there: every, mode, rolling, kv, probe_gap, transport, timeout",
+        ),
         # types
         (["publish.every=often"], 'publish.every = "often": expected an integer, got a string'),
         (["prompts_per_step=1.5"], "prompts_per_step = 1.5: expected an integer, got a number"),
@@ -123,6 +126,7 @@ def test_lookahead_defaults_to_half_the_bound(read: Load, bound: int, ahead: int
         (["data.source=tasks"], 'data.source = "tasks" is not an import path'),
         # rules between keys
         (["runtime=slurm"], 'runtime = "slurm" is not there; use "local", "inproc", "ray"'),
+        (["publish.transport=objects"], 'publish.transport = "objects" takes runtime = "ray", not "local"'),
         ([*STALE, "lookahead=5"], "lookahead = 5 is above max_staleness = 4"),
         (["order=admission", "at_deadline=wait"], 'at_deadline = "wait" has nothing to do'),
         (["order=admission", "at_deadline=drop"], 'at_deadline = "drop" has nothing to do'),
