@@ -13,13 +13,22 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrlhf.abc import Needs, Place
-from asyncrlhf.config.groups import Compute, Frozen, Trained, VllmRollout
+from asyncrlhf.config.groups import Compute, Frozen, MegatronFrozen, MegatronTrain, Trained, VllmRollout
 from asyncrlhf.config.schema import Config, Pool
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.runtimes.feasible import Ask, Node, amounts, shortage
 from asyncrlhf.wiring import Wiring
 
-__all__ = ("asks", "engines_are_here", "needs", "pinned_to_gpus", "pool_lines", "require_pools", "visible_gpus")
+__all__ = (
+    "asks",
+    "engines_are_here",
+    "needs",
+    "pinned_to_gpus",
+    "pool_lines",
+    "require_gpus",
+    "require_pools",
+    "visible_gpus",
+)
 
 GENERATION, TRAINING = "generation", "training"
 SHARES = 10_000
@@ -128,6 +137,27 @@ def require_pools(config: Config, places: Sequence[Place]) -> None:
         machine = Node(name="this machine", devices=len(visible_gpus()), cores=os.cpu_count() or 1)
         if problem := shortage(found, [machine], "this machine"):
             raise ConfigError(problem)
+
+
+def require_gpus(config: Config, wiring: Wiring) -> None:
+    """Raises ConfigError for a group that takes GPUs of this machine, and more than it has; which group gets them where
+    there are pools is for `require_pools`. Torch, which is not asked, may still find that it cannot use them."""
+    count = len(visible_gpus())
+    for name, table in wiring.engines.items():
+        if not isinstance(table, Compute) or not engines_are_here(config):
+            continue
+        megatron = isinstance(table, MegatronTrain | MegatronFrozen)
+        if not (table.device.startswith("cuda") or (megatron and table.device == "auto")):
+            continue
+        own = table.ranks * (table.tensor_parallel if isinstance(table, VllmRollout) else 1)
+        if own > count:
+            backend = ' with backend = "megatron"' if megatron else ""
+            sizes = f" and {table.many}" if table.many else ""
+            ways = 'set device = "cpu"' if not count else "lower the parallel sizes"
+            raise ConfigError(
+                f'{wiring.key(name)}: device = "{table.device}"{sizes}{backend} takes {own} GPU{"s" * (own > 1)}, and '
+                f"this machine has {count}; {ways}"
+            )
 
 
 def pool_lines(config: Config, places: Sequence[Place]) -> Iterator[str]:
