@@ -24,8 +24,8 @@ def process(run: Path, engine: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def wait_for_step(child: Child, run: Path, step: int, engine: str) -> int:
-    """Until so many train steps are done and the engine is there; gives its process id."""
+def kill_at(child: Child, run: Path, step: int, engine: str) -> int:
+    """kill -9 of an engine once so many train steps are done; gives its process id."""
 
     def there() -> bool:
         path = run / "metrics.jsonl"
@@ -35,12 +35,6 @@ def wait_for_step(child: Child, run: Path, step: int, engine: str) -> int:
     assert child.until(there, PATIENCE), child.text
     pid = process(run, engine)
     assert pid is not None
-    return pid
-
-
-def kill_at(child: Child, run: Path, step: int, engine: str) -> int:
-    """kill -9 of an engine once so many train steps are done; gives its process id."""
-    pid = wait_for_step(child, run, step, engine)
     os.kill(pid, signal.SIGKILL)
     return pid
 
