@@ -140,23 +140,18 @@ def require_pools(config: Config, places: Sequence[Place]) -> None:
 
 
 def require_gpus(config: Config, wiring: Wiring) -> None:
-    """Raises ConfigError for a group that takes GPUs of this machine, and more than it has; which group gets them where
-    there are pools is for `require_pools`. Torch, which is not asked, may still find that it cannot use them."""
+    """Raises ConfigError for a megatron group that is to take more GPUs of this machine than there are: without CUDA
+    this backend has to be told so. Torch is not asked, and may still find that it cannot use them."""
     count = len(visible_gpus())
     for name, table in wiring.engines.items():
-        if not isinstance(table, Compute) or not engines_are_here(config):
+        if not isinstance(table, MegatronTrain | MegatronFrozen) or table.device == "cpu":
             continue
-        megatron = isinstance(table, MegatronTrain | MegatronFrozen)
-        if not (table.device.startswith("cuda") or (megatron and table.device == "auto")):
-            continue
-        own = table.ranks * (table.tensor_parallel if isinstance(table, VllmRollout) else 1)
-        if own > count:
-            backend = ' with backend = "megatron"' if megatron else ""
+        if engines_are_here(config) and table.ranks > count:
             sizes = f" and {table.many}" if table.many else ""
-            ways = 'set device = "cpu"' if not count else "lower the parallel sizes"
+            fix = "lower the sizes" if count else 'set device = "cpu"'
             raise ConfigError(
-                f'{wiring.key(name)}: device = "{table.device}"{sizes}{backend} takes {own} GPU{"s" * (own > 1)}, and '
-                f"this machine has {count}; {ways}"
+                f'{wiring.key(name)}: device = "{table.device}"{sizes} with backend = "megatron" takes {table.ranks} '
+                f"GPU{'s' * (table.ranks > 1)}, and this machine has {count}; {fix}"
             )
 
 
