@@ -47,8 +47,8 @@ def open_store(host: str, ranks: int, timeout: float = SECONDS) -> tuple[dist.TC
 
 
 def gpu_of(device: torch.device | None) -> str:
-    """Which GPU a device is, the same in all processes; "" for none."""
-    if device is None or device.type != "cuda":
+    """Which GPU a device is, the same in all processes; "" for none that messages can be on."""
+    if device is None or device.type != "cuda" or not dist.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 

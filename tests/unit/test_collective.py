@@ -14,9 +14,15 @@ import torch
 
 from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.weights import whereabouts
-from asyncrlhf.weights.collective import CollectiveTransfer, NodeTransfer, _Comes, _Meets, parcels
+from asyncrlhf.weights.assemble import AssembledTransfer
+from asyncrlhf.weights.collective import CollectiveTransfer, NodeTransfer, _Comes, _Intake, _Meets, parcels
+from asyncrlhf.weights.layout import places
 from asyncrlhf.weights.pair import Talk
+from asyncrlhf.weights.parts import assembled
 from asyncrlhf.weights.shared import SharedMemoryTransfer
+from asyncrlhf.weights.torch_layout import fsdp_layout
+from tests.integration.reshard_scene import DENSE, held, same_bits
+from tests.integration.reshard_scene import weights as model_weights
 
 CAP = 32 << 10
 
@@ -74,6 +80,28 @@ def test_an_engine_that_stops_in_the_middle_may_ask_again(capfd: pytest.CaptureF
         next(receiver.receive(payload))
     require_whole(dict(receiver.receive(payload)), 0)
     assert capfd.readouterr().out.count("by gloo") == 1
+
+
+def test_every_byte_of_every_rank_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, layout = DENSE, fsdp_layout(DENSE, places(3))
+    senders = [CollectiveTransfer() for _ in layout.holdings]
+    put = [
+        sender.send(0, held(holding, model_weights(shape, 1)))
+        for sender, holding in zip(senders, layout.holdings, strict=True)
+    ]
+    asked: list[tuple[int, int]] = []
+    real = _Intake.fetch
+
+    def fetch(intake: _Intake, version: int, start: int, stop: int, cap: int) -> torch.Tensor:
+        asked.append((id(intake), stop - start))
+        return real(intake, version, start, stop, cap)
+
+    monkeypatch.setattr(_Intake, "fetch", fetch)
+    path = "asyncrlhf.weights.collective:CollectiveTransfer"
+    assert same_bits(dict(AssembledTransfer().receive(assembled(layout, path, 0, put))), model_weights(shape, 1))
+    assert len({intake for intake, _ in asked}) == 3
+    sizes = [part["area"]["size"] - part["area"]["layout"][0][3] for part in put]
+    assert sorted(size for _, size in asked) == sorted(sizes)
 
 
 def test_n14_an_engine_too_slow_for_its_version_is_told_so_and_takes_the_next_one() -> None:
