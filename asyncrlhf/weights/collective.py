@@ -186,20 +186,21 @@ class _Outlet:
     def _answer(self, talk: Talk, pair: Pair) -> None:
         """Until the engine goes. What it is told before and after a message is why that is of no use, or ""."""
         reader = SharedMemoryTransfer()
+
+        def there(version: int) -> Tensor:
+            return reader.raw(self._offered_as(version))
+
         while (asked := talk.listen(tuple[int, int, int])) is not None:
             version, start, stop = asked
-            problem = self._problem(reader, version)
-            talk.say(problem)
-            if not problem:
-                pair.send(reader.raw(self._offered_as(version))[start:stop])
-                talk.say(self._problem(reader, version))
-
-    def _problem(self, reader: SharedMemoryTransfer, version: int) -> str:
-        try:
-            reader.raw(self._offered_as(version))
-        except PublishRefused as problem:
-            return str(problem)
-        return ""
+            try:
+                found = there(version)[start:stop]
+                talk.say("")
+                pair.send(found)
+                there(version)
+            except PublishRefused as problem:
+                talk.say(str(problem))
+            else:
+                talk.say("")
 
     def _offered_as(self, version: int) -> Mapping[str, Any]:
         offered = self._offered

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,7 +18,7 @@ from asyncrlhf.weights import whereabouts
 from asyncrlhf.weights.assemble import AssembledTransfer
 from asyncrlhf.weights.collective import CollectiveTransfer, NodeTransfer, _Comes, _Intake, _Meets, parcels
 from asyncrlhf.weights.layout import places
-from asyncrlhf.weights.pair import Talk
+from asyncrlhf.weights.pair import Pair, Talk
 from asyncrlhf.weights.parts import assembled
 from asyncrlhf.weights.shared import SharedMemoryTransfer
 from asyncrlhf.weights.torch_layout import fsdp_layout
@@ -159,6 +160,53 @@ def test_one_that_comes_and_never_meets_keeps_nobody_waiting() -> None:
     assert talk.hear(_Meets).kind == "gloo"
     require_whole(receive(payload), 0)
     talk.close()
+
+
+def test_n14_an_engine_that_stands_still_in_a_message_holds_up_nobody_and_is_told_that_it_is_torn() -> None:
+    sender = CollectiveTransfer(CAP)
+    where = sender.send(0, weights(0))["outlet"]
+    talk = Talk(socket.create_connection((where["host"], where["port"]), 30))
+    talk.say(_Comes(where["key"], ""))
+    pair = Pair("gloo", 1, (where["host"], where["store"]), talk.hear(_Meets).name, talk.own_host)
+    talk.say((0, 0, CAP))
+    assert talk.hear(str) == ""
+    sender.send(1, weights(1))
+    require_whole(receive(sender.send(2, weights(2))), 2)
+    pair.receive(torch.empty(CAP, dtype=torch.uint8))
+    assert "weights of version 0 are gone" in talk.hear(str)
+    talk.close()
+    pair.close()
+
+
+def test_n14_what_arrives_is_one_version_however_fast_newer_ones_are_put() -> None:
+    sender, count = CollectiveTransfer(CAP), 60
+
+    def model(version: int) -> dict[str, torch.Tensor]:
+        return {f"w{number}": torch.full((20_000,), version, dtype=torch.int32) for number in range(4)}
+
+    newest = [sender.send(0, model(0))]
+    mixed: list[str] = []
+
+    def follow() -> None:
+        receiver, version = CollectiveTransfer(CAP), -1
+        while version < count - 1:
+            payload = newest[0]
+            try:
+                found = {name: tensor.clone() for name, tensor in receiver.receive(payload)}
+            except PublishRefused:
+                continue
+            version = payload["version"]
+            mixed.extend(name for name, tensor in found.items() if not bool((tensor == version).all()))
+
+    threads = [threading.Thread(target=follow, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for version in range(1, count):
+        newest[0] = sender.send(version, model(version))
+    for thread in threads:
+        thread.join(50)
+        assert not thread.is_alive()
+    assert not mixed
 
 
 def put(pipe: Connection) -> None:
