@@ -77,6 +77,12 @@ ENGINES = {
     TorchShadow: SHADOW,
 }
 """Table -> the engines it describes; others score."""
+TRANSPORTS = {
+    "shared": "asyncrlhf.weights.shared:SharedMemoryTransfer",
+    "collective": "asyncrlhf.weights.collective:CollectiveTransfer",
+    "objects": "asyncrlhf.weights.objects:ObjectTransfer",
+}
+"""publish.transport -> its WeightTransfer; "auto" leaves it to the runtime."""
 SILENCE = 1.0
 """Seconds beyond a reward function's own time-out after which its engine is asked for a sign of life."""
 DEFAULT_PROMPT_TOKENS = 1024
@@ -193,7 +199,7 @@ def build_groups(
                 max_response_tokens=sampled.max_tokens if sampled else 0,
                 off_policy=config.off_policy,
                 off_policy_cap=config.off_policy_cap,
-                transport=runtime.transport,
+                transport=TRANSPORTS.get(config.publish.transport, runtime.transport),
             )
             groups[name] = kind(
                 name,
@@ -329,7 +335,7 @@ def _rollout_group(
         model=models.directories[name],
         slots=table.concurrency,
         max_sequence_tokens=longest,
-        transport=runtime.transport,
+        transport=TRANSPORTS.get(config.publish.transport, runtime.transport),
     )
     specs = [_spec(place, options) for place in where]
     least = config.limits.min_answers

@@ -26,7 +26,7 @@ from asyncrlhf.placement.advice import warnings
 from asyncrlhf.placement.arrange import set_lines
 from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.placement.fits import device_memory, memory_warnings
-from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_pools
+from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_gpus, require_pools
 from asyncrlhf.session import Session
 from asyncrlhf.stages import Stage, prepare
 from asyncrlhf.weights.preview import plan_lines
@@ -40,6 +40,7 @@ def check(config: Config) -> str:
     config = stage.config
     engines = [place for group in places(config, stage.wiring).values() for place in group]
     require_pools(config, engines)
+    require_gpus(config, stage.wiring)
     facts = facts_before(
         stage.directory.path,
         lookahead=config.lookahead or 0,

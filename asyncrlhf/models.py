@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrlhf.backends.megatron.sizes import require_fits, require_installed
+from asyncrlhf.backends.megatron.sizes import require_divides, require_fits, require_installed
 from asyncrlhf.config.groups import Frozen, MegatronFrozen, MegatronTrain, RolloutTable, VllmRollout
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.schema import Config, Data
@@ -43,13 +44,19 @@ class Models:
 
     @classmethod
     def require(cls, wiring: Wiring, to_come: Sequence[Path] = ()) -> None:
-        """Raises ConfigError for a model directory that is not there, unless it lies below a run directory `to_come`;
-        writes nothing."""
+        """Raises ConfigError for a model directory that is not there, unless it lies below a run directory `to_come`,
+        and for parallel sizes that do not divide a model's. Writes nothing, and loads no torch."""
         below = [directory.resolve() for directory in to_come]
         for name, table in wiring.engines.items():
             model = getattr(table, "model", None)
             if model is not None and not any(directory in Path(model).resolve().parents for directory in below):
                 _require_model(f"{wiring.key(name)}.model", model)
+        for name, table in wiring.engines.items():
+            numbers = _numbers(wiring, name)
+            if isinstance(table, MegatronTrain | MegatronFrozen):
+                _under(wiring.key(name), require_divides, table, numbers)
+            if isinstance(table, VllmRollout) and isinstance(heads := numbers.get("num_attention_heads"), int):
+                _under(wiring.key(name), table.require_fits, heads)
 
     @staticmethod
     def require_devices(wiring: Wiring) -> None:
@@ -158,6 +165,24 @@ def _tokenizer(directory: str) -> Any:
         return AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{directory}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+
+
+def _numbers(wiring: Wiring, name: str) -> Mapping[str, Any]:
+    """Fields of the Hugging Face configuration of a group's model, as far as they are written down; none for a model
+    that is still to come."""
+    table: Any = wiring.engines[name]
+    found: dict[str, Any] = {}
+    if (scratch := getattr(table, "scratch", None)) is not None:
+        found = {"model_type": scratch.model_type, **scratch.config}
+    elif (model := getattr(table, "model", None)) is not None:
+        with contextlib.suppress(OSError, ValueError):
+            read = json.loads((Path(model) / "config.json").read_bytes())
+            found = {**read, **read.get("text_config", {})}
+    elif isinstance(table, RolloutTable | Frozen):
+        trained = wiring.of_role("policy", "critic")
+        return _numbers(wiring, getattr(table, "follows", trained[0]))
+    dense = found and not any("expert" in key for key in found) and not str(found.get("model_type")).endswith("moe")
+    return {"num_experts": 1, **found} if dense else found
 
 
 def _require_model(key: str, model: str) -> None:

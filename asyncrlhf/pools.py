@@ -13,13 +13,22 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrlhf.abc import Needs, Place
-from asyncrlhf.config.groups import Compute, Frozen, Trained, VllmRollout
+from asyncrlhf.config.groups import Compute, Frozen, MegatronFrozen, MegatronTrain, Trained, VllmRollout
 from asyncrlhf.config.schema import Config, Pool
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.runtimes.feasible import Ask, Node, amounts, shortage
 from asyncrlhf.wiring import Wiring
 
-__all__ = ("asks", "engines_are_here", "needs", "pinned_to_gpus", "pool_lines", "require_pools", "visible_gpus")
+__all__ = (
+    "asks",
+    "engines_are_here",
+    "needs",
+    "pinned_to_gpus",
+    "pool_lines",
+    "require_gpus",
+    "require_pools",
+    "visible_gpus",
+)
 
 GENERATION, TRAINING = "generation", "training"
 SHARES = 10_000
@@ -128,6 +137,22 @@ def require_pools(config: Config, places: Sequence[Place]) -> None:
         machine = Node(name="this machine", devices=len(visible_gpus()), cores=os.cpu_count() or 1)
         if problem := shortage(found, [machine], "this machine"):
             raise ConfigError(problem)
+
+
+def require_gpus(config: Config, wiring: Wiring) -> None:
+    """Raises ConfigError for a megatron group that is to take more GPUs of this machine than there are: without CUDA
+    this backend has to be told so. Torch is not asked, and may still find that it cannot use them."""
+    count = len(visible_gpus())
+    for name, table in wiring.engines.items():
+        if not isinstance(table, MegatronTrain | MegatronFrozen) or table.device == "cpu":
+            continue
+        if engines_are_here(config) and table.ranks > count:
+            sizes = f" and {table.many}" if table.many else ""
+            fix = "lower the sizes" if count else 'set device = "cpu"'
+            raise ConfigError(
+                f'{wiring.key(name)}: device = "{table.device}"{sizes} with backend = "megatron" takes {table.ranks} '
+                f"GPU{'s' * (table.ranks > 1)}, and this machine has {count}; {fix}"
+            )
 
 
 def pool_lines(config: Config, places: Sequence[Place]) -> Iterator[str]:

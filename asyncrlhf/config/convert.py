@@ -93,7 +93,7 @@ def _check(value: Any, kind: kinds.Type, where: str, every_key: list[str]) -> No
         elif isinstance(member, Fields) and isinstance(value, dict):
             table = cast(dict[str, Any], value)
             if not tagged or _choose(table, tagged, where) is member:
-                _check_fields(table, member, where, every_key)
+                _check_fields(table, member, where, every_key, tagged)
         elif isinstance(member, kinds.DictType) and isinstance(value, dict):
             for key, item in cast(dict[str, Any], value).items():
                 _check(item, member.value_type, _join(where, key), every_key)
@@ -117,13 +117,23 @@ def _refuse_choice(where: str, value: object, choices: list[Any]) -> NoReturn:
     raise ConfigError(f"{where} = {_show(value)} is not a choice; use {'one of ' if len(choices) > 1 else ''}{known}")
 
 
-def _check_fields(table: dict[str, Any], kind: Fields, where: str, every_key: list[str]) -> None:
+def _check_fields(
+    table: dict[str, Any], kind: Fields, where: str, every_key: list[str], tagged: Mapping[object, kinds.StructType]
+) -> None:
+    """`tagged`: this kind and the others that the table might have been."""
     types = {field.encode_name: field.type for field in kind.fields}
     tag_field = kind.tag_field if isinstance(kind, kinds.StructType) else None
     for key, value in table.items():
         if key in types:
             _check(value, types[key], _join(where, key), every_key)
         elif key != tag_field:
+            others = [tag for tag, other in tagged.items() if any(key == field.encode_name for field in other.fields)]
+            if others:
+                tag = next(tag for tag, own in tagged.items() if own is kind)
+                raise ConfigError(
+                    f"{_join(where, key)} is not a key of {tag_field} = {_show(tag)}, but of "
+                    f"{' and '.join(map(_show, others))}; set {_join(where, str(tag_field))}, or take the key out"
+                )
             raise ConfigError(f"{_join(where, key)} is not a key; {_suggest(key, where, list(types), every_key)}")
 
 

@@ -191,6 +191,10 @@ class Publish(Table, frozen=True, kw_only=True):
     probe_gap: Amount = 0.5
     """Nats by which an engine may differ from its trainer on fixed tokens right after it has taken new weights, before
     it is fenced: it then computes with others; 0: it is not asked."""
+    transport: Literal["auto", "shared", "collective", "objects"] = "auto"
+    """How bytes move. "shared": memory of one machine, which every engine must be on. "collective": torch.distributed,
+    a group for each engine and trainer rank. "objects": Ray's object store (runtime "ray"). "auto": within one process
+    its own memory, on one machine "shared", and between machines of a Ray "collective"."""
     timeout: PositiveAmount = 300.0
     """Seconds an engine has to take new weights, to accept answers or to give them back, before it is fenced."""
 
@@ -318,6 +322,11 @@ class Config(Table, frozen=True, kw_only=True):
         if self.runtime not in RUNTIMES:
             known = '"' + '", "'.join(RUNTIMES) + '"'
             raise ConfigError(f'runtime = "{self.runtime}" is not there; use {known}')
+        if self.publish.transport == "objects" and self.runtime != "ray":
+            raise ConfigError(
+                f'publish.transport = "objects" takes runtime = "ray", not "{self.runtime}"; change one of them, or '
+                'leave the first "auto"'
+            )
         self._check_staleness()
         if self.train_steps is None and self.data.epochs is None:
             raise ConfigError("train_steps, data.epochs: neither is set, so the run has no end; set one or both")

@@ -25,6 +25,7 @@ from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.messages import EngineEvent
 from asyncrlhf.runtimes.loop import Command, Commands, EngineLoop, build, described
 from asyncrlhf.runtimes.lots import RayLot, Shelf
+from asyncrlhf.weights.whereabouts import address, settle
 
 __all__ = ("EngineActor", "Said")
 
@@ -55,6 +56,7 @@ class EngineActor:
             print(f"process {os.getpid()} on {platform.node()}", flush=True)
         with contextlib.suppress(Exception):
             faulthandler.enable()
+        settle(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # engines wait for objects, but in a thread of their own
         self._loop = asyncio.get_event_loop()
         self._commands: Commands = Commands()
@@ -67,7 +69,7 @@ class EngineActor:
 
     async def whereabouts(self) -> tuple[int, str]:
         """The number of its process, and the address of its machine in the cluster."""
-        return os.getpid(), ray.util.get_node_ip_address()
+        return os.getpid(), address()
 
     async def start(self, spec: EngineSpec, inline_bytes: int) -> None:
         """Build the engine and run it; `listen` says when it is ready, or why it is not. `inline_bytes`: columns that

@@ -41,7 +41,7 @@ RESTARTS_OF_RAY = 0
 class RayRuntime:
     """Spawns ActorEngines. `address`: a cluster to join ("auto", "host:port"); left out: a Ray of this run's own."""
 
-    transport = "asyncrlhf.weights.objects:ObjectTransfer"
+    transport = "asyncrlhf.weights.collective:NodeTransfer"
 
     def __init__(
         self,

@@ -45,11 +45,17 @@ class InprocTransfer:
         return {"key": key, "version": version}
 
     def receive(self, payload: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors themselves, to be read and not written. Raises PublishRefused if newer bytes took their place."""
-        version, buffer = _TABLE.get(payload["key"], (-1, {}))
-        if version != payload["version"]:
-            raise PublishRefused(
-                f"weights of version {payload['version']} are gone: buffer {payload['key']!r} of this process holds "
-                f"version {version}. A version can be read until the next but one is published"
-            )
-        yield from buffer.items()
+        """The tensors themselves, to be read and not written. Raises PublishRefused if newer bytes took their place,
+        also while they were read."""
+        yield from _held(payload).items()
+        _held(payload)
+
+
+def _held(payload: Mapping[str, Any]) -> dict[str, Tensor]:
+    version, buffer = _TABLE.get(payload["key"], (-1, {}))
+    if version != payload["version"]:
+        raise PublishRefused(
+            f"weights of version {payload['version']} are gone: buffer {payload['key']!r} of this process holds "
+            f"version {version}. A version can be read until the next but one is published"
+        )
+    return buffer

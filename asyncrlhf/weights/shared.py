@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.errors import GroupError, PublishRefused
 
 __all__ = ("SharedMemoryTransfer",)
 
@@ -75,12 +75,19 @@ class SharedMemoryTransfer:
 
     def receive(self, payload: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """The tensors in place, to be read at once. Raises PublishRefused if newer bytes took their place, also while
-        they were read."""
+        they were read, and GroupError if the process that holds them has ended."""
         memory = self._map(payload)
         self._require(memory, payload)
         for name, dtype, shape, offset in payload["layout"]:
             yield name, _view(memory, dtype, tuple(shape), offset)
         self._require(memory, payload)
+
+    def raw(self, payload: Mapping[str, Any]) -> Tensor:
+        """All bytes of an area in place, uint8 [payload["size"]]. Raises as `receive` does; whether they were there to
+        the last is said by asking again."""
+        memory = self._map(payload)
+        self._require(memory, payload)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _allocate(self, layout: Layout, size: int) -> _Area:
         descriptor = os.memfd_create("asyncrlhf-weights", os.MFD_CLOEXEC)
@@ -99,9 +106,9 @@ class SharedMemoryTransfer:
                 with open(f"/proc/{key[0]}/fd/{key[1]}", "rb") as file:
                     self._mapped[key] = mmap.mmap(file.fileno(), payload["size"], access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
-                raise PublishRefused(
-                    f"weights of version {payload['version']} are gone: process {key[0]}, which held them, does not "
-                    f"any more ({error})"
+                raise GroupError(
+                    f"weights of version {payload['version']} are gone: process {key[0]} of this machine does not hold "
+                    f"them, or not any more ({error})"
                 ) from error
         return self._mapped[key]
 

@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import import_object
 from asyncrlhf.testing import FakeTransfer
 from asyncrlhf.testing.conformance import WEIGHT_TRANSFER, TransferSubject
+from asyncrlhf.weights.collective import CollectiveTransfer, NodeTransfer, parcels
 from asyncrlhf.weights.inproc import InprocTransfer
 from asyncrlhf.weights.shared import SharedMemoryTransfer
 
+SMALL = 32 << 10
+"""Bytes of a bucket that some tensors share and others exceed."""
 checks = pytest.mark.parametrize("check", WEIGHT_TRANSFER, ids=lambda check: check.__name__)
 
 
@@ -50,6 +54,19 @@ def test_torch(check: Any, transfer: Callable[[], Any]) -> None:
 
 
 @checks
+@pytest.mark.parametrize("transfer", [NodeTransfer, CollectiveTransfer, lambda: CollectiveTransfer(SMALL)])
+def test_collective(check: Any, transfer: Callable[[], Any]) -> None:
+    def pieces(payload: Any) -> int:
+        return len(list(parcels(payload["area"]["layout"], payload["area"]["size"], SMALL)))
+
+    check(
+        TransferSubject(
+            make=transfer, weights=tensors, change=overwrite, equal=same_bytes, weight=torch.randn, pieces=pieces
+        )
+    )
+
+
+@checks
 @pytest.mark.parametrize("bucket_bytes", [256 << 20, 4096], ids=["one-bucket", "N14-buckets"])
 def test_ray(check: Any, bucket_bytes: int, ray_here: None) -> None:
     from asyncrlhf.weights.objects import ObjectTransfer
@@ -79,25 +96,40 @@ def test_N14_tensors_smaller_and_larger_than_a_bucket_share_it_or_have_one_of_th
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("path", "bucket_bytes"),
+    [
+        ("asyncrlhf.weights.objects:ObjectTransfer", 4096),
+        ("asyncrlhf.weights.collective:CollectiveTransfer", SMALL),
+    ],
+)
 def test_N14_every_receiver_on_another_node_gets_every_byte_although_one_of_them_is_killed(
-    ray_here: str, ray_cluster: Any
+    ray_here: str, ray_cluster: Any, path: str, bucket_bytes: int
 ) -> None:
-    """L7: each brings the buckets for itself, so nobody waits for one that is gone."""
+    """L7: each brings the buckets for itself, so nobody waits for one that is gone, and one that comes later is as good
+    as any."""
     import ray
 
     from asyncrlhf.weights.checksum import checksum
-    from asyncrlhf.weights.objects import ObjectTransfer
 
-    node = ray_cluster.add_node(num_cpus=1, resources={"other node": 3})
+    node = ray_cluster.add_node(num_cpus=1, resources={"other node": 4})
     try:
         kind: Any = ray.remote(Receiver)
         options = {"num_cpus": 0, "resources": {"other node": 1}}
-        receivers = [kind.options(**options).remote() for _ in range(3)]
+        receivers = [kind.options(**options).remote(path, bucket_bytes) for _ in range(3)]
         assert {ray.get(r.node.remote()) for r in receivers} == {node.node_id}
         weights = tensors(3)
-        payload = ObjectTransfer(4096).send(0, weights)
+        sender = import_object(path)(bucket_bytes)
+        payload = sender.send(0, weights)
         assert all(ray.get([r.begin.remote(payload) for r in receivers]))
         ray.kill(receivers[0])
+        later = kind.options(**options).remote(path, bucket_bytes)
+        assert ray.get(later.begin.remote(payload), timeout=60)
+        sums = ray.get([r.finish.remote() for r in (*receivers[1:], later)], timeout=60)
+        assert sums == [checksum(weights)] * 3
+        overwrite(weights)
+        payload = sender.send(1, weights)
+        assert all(ray.get([r.begin.remote(payload) for r in receivers[1:]], timeout=60))
         sums = ray.get([r.finish.remote() for r in receivers[1:]], timeout=60)
         assert sums == [checksum(weights)] * 2
     finally:
@@ -107,15 +139,16 @@ def test_N14_every_receiver_on_another_node_gets_every_byte_although_one_of_them
 class Receiver:
     """Receives some of the weights, and the others when it is told to."""
 
+    def __init__(self, path: str, bucket_bytes: int) -> None:
+        self.transfer = import_object(path)(bucket_bytes)
+
     def node(self) -> str:
         import ray
 
         return ray.get_runtime_context().get_node_id()
 
     def begin(self, payload: Any) -> bool:
-        from asyncrlhf.weights.objects import ObjectTransfer
-
-        self.reading = ObjectTransfer().receive(payload)
+        self.reading = self.transfer.receive(payload)
         self.received = dict([next(self.reading)])
         return bool(self.received)
 

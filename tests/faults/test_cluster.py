@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 
 from tests.faults import scene
 from tests.faults.forks import ROOT, Forks
+from tests.faults.halting import GO, HALTED
 from tests.faults.test_local import DATA, PATIENCE
 from tests.faults.test_ray import process
 
@@ -89,6 +92,29 @@ def test_ranks_lie_on_one_node_or_follow_the_nodes(three: Three) -> None:
     assert found["head"] not in found["labelled"]
     assert "pools.p: 0 devices and 2 cores for group 'g' have not been free within ray.patience = 1 s" in found["late"]
     assert "free are 0 devices and 1 core on " in found["late"]
+
+
+def test_L7_an_engine_on_another_node_is_killed_in_a_publish_and_the_others_go_on(
+    three: Three, forks: Forks, tmp_path: Path
+) -> None:
+    """The bytes go by a group of each engine and the trainer."""
+    name, run = configured(three, tmp_path, DATA), tmp_path / "run"
+    place = "asyncrlhf.groups.rollout:RolloutGroup.commit#5"
+    child = forks.start(tmp_path, name, "groups.rollout.replicas=2", "data.epochs=200", halt_at=place)
+    assert child.until((tmp_path / HALTED).exists, PATIENCE), child.text
+    pid = process(run, "rollout/0")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    (tmp_path / GO).touch()
+    assert child.until(lambda: "engine rollout/0 is back" in child.text, PATIENCE), child.text
+    steps = len(scene.rows(run))
+    assert child.until(lambda: len(scene.rows(run)) > steps + 2, PATIENCE), child.text
+    child.signal(signal.SIGINT)
+    assert child.wait(PATIENCE) == 130, child.text
+    assert f"group 'rollout', rank 0: actor of process {pid} is lost" in child.text
+    assert set(scene.lineage(run).consumed.values()) == {1}
+    for engine, times in (("rollout-0", 2), ("rollout-1", 1)):  # the one that lives keeps its group
+        assert (run / "logs" / f"{engine}.log").read_text().count("by gloo") == times
 
 
 def test_a_lost_node_costs_no_prompt(three: Three, forks: Forks, tmp_path: Path) -> None:

@@ -108,8 +108,9 @@ def test_L12_every_engine_is_killed_once_and_every_prompt_is_trained_once(forks:
 
 
 def test_a_trainer_that_is_lost_too_often_fails_the_run_and_names_the_signal(forks: Forks, tmp_path: Path) -> None:
+    """Also where engines ask it for its weights."""
     name, run = scene.write(tmp_path, LOCAL), tmp_path / "run"
-    child = forks.start(tmp_path, name, "limits.max_restarts=0")
+    child = forks.start(tmp_path, name, "limits.max_restarts=0", "publish.transport=collective")
     assert child.until(lambda: len(engines(child.pid)) == 3, PATIENCE)
     there = engines(child.pid)
     pid = kill_at(child, run, 1, "policy/0")
@@ -117,6 +118,7 @@ def test_a_trainer_that_is_lost_too_often_fails_the_run_and_names_the_signal(for
     said = scene.summary(run)
     assert (said["status"], said["reason"]) == ("failed", "EngineLost")
     assert f"group 'policy', rank 0: process {pid} was ended by SIGKILL (signal 9)" in said["message"]
+    assert "by gloo" in (run / "logs" / "rollout-0.log").read_text()
     assert gone(there)
 
 

@@ -73,7 +73,7 @@ def test_L12_every_actor_is_killed_once_and_every_prompt_is_trained_once(forks: 
 def test_a_stopped_run_leaves_no_ray_behind(forks: Forks, tmp_path: Path) -> None:
     before = left()
     name, run = scene.write(tmp_path, RAY.replace("tasks:graded", "tasks:slow")), tmp_path / "run"
-    child = forks.start(tmp_path, name)
+    child = forks.start(tmp_path, name, "publish.transport=objects")
     assert child.until(lambda: (run / "metrics.jsonl").exists() and scene.rows(run), PATIENCE)
     child.signal(signal.SIGINT)
     assert child.wait(PATIENCE) == 130

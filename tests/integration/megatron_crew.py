@@ -37,6 +37,7 @@ from asyncrlhf.messages import (
 from asyncrlhf.messages.samples import Message
 from asyncrlhf.ops import Loss
 from asyncrlhf.runtimes.local import LocalRuntime
+from asyncrlhf.weights.collective import CollectiveTransfer
 from tests.integration.torch_scene import SequenceRatioLoss, gradients, trainer, weights
 
 __all__ = (
@@ -48,6 +49,7 @@ __all__ = (
     "reference",
     "Member",
     "MemberOptions",
+    "SmallMessages",
     "layout_of",
     "split_experts",
     "spread",
@@ -65,6 +67,13 @@ EXPERTS = {
     "mlp_only_layers": [],
 }
 ENGINE = "tests.integration.megatron_crew:Member"
+
+
+class SmallMessages(CollectiveTransfer):
+    """Publishes in messages that some parameters share and others exceed."""
+
+    def __init__(self) -> None:
+        super().__init__(bucket_bytes=4096)
 
 
 class MemberOptions(Message, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrlhf.config.load import load
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.launch import run
+from asyncrlhf.launch import check, run
 from asyncrlhf.models import Models
 from asyncrlhf.wiring import wire
 from tests.integration.tiny import SCRATCH, grpo
@@ -95,3 +95,34 @@ def test_sizes_that_do_not_fit_the_model_start_nothing(tmp_path: Path, capsys: p
     Path("run.toml").write_text(GRPO)
     with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide 2 key/value heads; use 1 or 2"):
         run(load("run.toml", ["train_steps=1", "groups.policy.tensor_parallel=3"]))
+
+
+def test_check_refuses_sizes_and_devices_that_a_run_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(GRPO)
+
+    def refused(*overrides: str, table: str = "policy") -> str:
+        with pytest.raises(ConfigError, match=rf"^groups.{table}: ") as caught:
+            check(load(str(path), list(overrides)))
+        return str(caught.value)
+
+    assert "run_dir" in check(load(str(path), ["groups.policy.tensor_parallel=2"]))
+    words = "tensor_parallel = 3 does not divide 2 key/value heads; use 1 or 2"
+    assert words in refused("groups.policy.tensor_parallel=3")
+    assert words in refused("groups.reference.tensor_parallel=3", table="reference")
+    assert "pipeline_parallel = 3 does not divide 2 layers" in refused("groups.policy.pipeline_parallel=3")
+    experts = ["groups.policy.expert_parallel=2", "groups.policy.data_parallel=2"]
+    assert "expert_parallel = 2 does not divide 1 experts; use 1" in refused(*experts)
+    vllm = ["groups.rollout.backend=vllm", "groups.rollout.tensor_parallel=4"]
+    assert "tensor_parallel = 4 does not divide 2 attention heads" in refused(*vllm, table="rollout")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert refused("groups.policy.device=auto") == (
+        'groups.policy: device = "auto" with backend = "megatron" takes 1 GPU, and this machine has 0; set device = '
+        '"cpu"'
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert 'device = "cuda" and tensor_parallel = 2 with backend = "megatron" takes 2 GPUs, and this machine has 1' in (
+        refused("groups.policy.device=cuda", "groups.policy.tensor_parallel=2")
+    )
+    far = ["runtime=ray", "ray.address=far:1", "groups.policy.device=cuda", "groups.policy.tensor_parallel=2"]
+    assert "run_dir" in check(load(str(path), far))

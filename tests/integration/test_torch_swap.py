@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrlhf.backends.torch.options import OptimizerOptions, TrainerOptions
 from asyncrlhf.backends.torch.train import TorchTrainer
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, Segment, WeightHandle, pack
+from asyncrlhf.weights.collective import CollectiveTransfer, _Intake
 from tests.integration.torch_sampling import Log, check, sampler
 from tests.integration.torch_scene import (
     PolicyLoss,
@@ -154,6 +156,40 @@ def test_bytes_that_are_not_the_announced_ones_are_refused(
     handle = trainers[1].export(1)
     with pytest.raises(PublishRefused, match=message):
         log.engine.prepare(msgspec.structs.replace(handle, version=1, **change(handle)))
+    with pytest.raises(ValueError, match=r"commit\(1\) without prepare\(1\)"):
+        log.engine.commit(1, "rebuild")
+    request = make_requests(1)[0]
+    check(modules, request, log.run([request])[request.request_id])
+    log.publish(handle, 1)
+    again = msgspec.structs.replace(request, request_id="again")
+    check(modules, again, log.run([again])["again"])
+
+
+class SmallMessages(CollectiveTransfer):
+    """Takes several messages for a model."""
+
+    def __init__(self) -> None:
+        super().__init__(bucket_bytes=4096)
+
+
+def test_l7_a_collective_that_breaks_off_leaves_the_old_version_serving(
+    models: list[str], modules: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, real, asked = Log(sampler(models[0])), _Intake.fetch, itertools.count()
+    trainer = TorchTrainer(
+        TrainerOptions(model=models[1], device="cpu", transport=f"{__name__}:{SmallMessages.__name__}")
+    )
+    handle = trainer.export(1)
+
+    def fetch(intake: _Intake, *arguments: int) -> torch.Tensor:
+        if next(asked) == 2:
+            intake.close()
+        return real(intake, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Intake, "fetch", fetch)
+        with pytest.raises(GroupError, match="weights of version 1 have not arrived"):
+            log.engine.prepare(handle)
     with pytest.raises(ValueError, match=r"commit\(1\) without prepare\(1\)"):
         log.engine.commit(1, "rebuild")
     request = make_requests(1)[0]

@@ -93,7 +93,7 @@ def test_lookahead_defaults_to_half_the_bound(read: Load, bound: int, ahead: int
         (["max_attempts=3"], "max_attempts is not a key; did you mean limits.max_attempts?"),
         (
             ["publish.zzz=3"],
-            "publish.zzz is not a key; keys there: every, mode, rolling, overlap, kv, probe_gap, timeout",
+            "publish.zzz is not a key; keys there: every, mode, rolling, overlap, kv, probe_gap, transport, timeout",
         ),
         # types
         (["publish.every=often"], 'publish.every = "often": expected an integer, got a string'),
@@ -126,6 +126,7 @@ def test_lookahead_defaults_to_half_the_bound(read: Load, bound: int, ahead: int
         (["data.source=tasks"], 'data.source = "tasks" is not an import path'),
         # rules between keys
         (["runtime=slurm"], 'runtime = "slurm" is not there; use "local", "inproc", "ray"'),
+        (["publish.transport=objects"], 'publish.transport = "objects" takes runtime = "ray", not "local"'),
         ([*STALE, "lookahead=5"], "lookahead = 5 is above max_staleness = 4"),
         (["order=admission", "at_deadline=wait"], 'at_deadline = "wait" has nothing to do'),
         (["order=admission", "at_deadline=drop"], 'at_deadline = "drop" has nothing to do'),
@@ -192,7 +193,13 @@ def test_a11_depth_and_bound_are_two_knobs(read: Load) -> None:
             "rollout",
             'backend = "sglang" is not a choice; use one of "torch", "vllm"',
         ),
-        ({"max_tokens": 8, "enforce_eager": True}, "rollout", "enforce_eager is not a key"),
+        (
+            {"max_tokens": 8, "enforce_eager": True},
+            "rollout",
+            'enforce_eager is not a key of backend = "torch", but of "vllm"; set groups.rollout.backend, or take the',
+        ),
+        ({"backend": "megatron", "sharding": "full"}, "policy", 'is not a key of backend = "megatron", but of "torch"'),
+        ({"tensor_parallel": 2}, "critic", 'tensor_parallel is not a key of backend = "torch", but of "megatron"'),
         ({"max_tokens": 8, "backend": "vllm", "gpu_memory_utilization": 0}, "rollout", "must be > 0"),
         ({"max_tokens": 8, "backend": "vllm", "temperature": 0.001}, "rollout", "vLLM samples at 0.01 at least"),
         ({"max_tokens": 8, "backend": "vllm", "max_sequence_tokens": 8}, "rollout", "leaves no room for a prompt"),
@@ -230,7 +237,12 @@ def test_a11_depth_and_bound_are_two_knobs(read: Load) -> None:
         ({"dtype": "float16"}, "reference", 'dtype = "float16" is not a choice; use one of "bfloat16", "float32"'),
         ({"function": "f"}, "reward", 'function = "f" is not an import path'),
         ({"function": "m:f", "timeout": 0}, "reward", "timeout = 0 must be > 0"),
-        ({"model": "m"}, "reward", "model is not a key; keys there: function"),
+        (
+            {"model": "m"},
+            "reward",
+            'model is not a key of backend = "rules", but of "torch" and "megatron"; set groups.',
+        ),
+        ({"modl": "m"}, "reward", "modl is not a key; did you mean groups.reward.model?"),
         ({"backend": "torch"}, "reward", "model is missing; it has no default"),
         ({"backend": "torch", "model": "m", "timeout": 1}, "reward", "timeout is not a key"),
         ({"model": "m", "new_head": True}, "policy", "new_head is not a key"),
@@ -298,7 +310,7 @@ def test_the_first_backend_counts_unless_said_and_unions_grow_by_a_member() -> N
     either: Any = schema.TorchScore | Other
     assert convert({"model": "m"}, either, "groups.reference") == schema.TorchScore(model="m")
     assert convert({"backend": "other", "size": 2}, either, "groups.reference") == Other(size=2)
-    with pytest.raises(ConfigError, match=r"groups.reference.model is not a key; keys there: size"):
+    with pytest.raises(ConfigError, match=r'model is not a key of backend = "other", but of "torch"; set groups'):
         convert({"backend": "other", "model": "m"}, either, "groups.reference")
     with pytest.raises(ConfigError, match=r'backend = "third" is not a choice; use one of "torch", "other"'):
         convert({"backend": "third"}, either, "groups.reference")

@@ -12,6 +12,7 @@ from torch import Tensor
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.testing.conformance import WEIGHT_TRANSFER, TransferSubject
 from asyncrlhf.weights.assemble import AssembledTransfer
+from asyncrlhf.weights.collective import CollectiveTransfer
 from asyncrlhf.weights.inproc import InprocTransfer
 from asyncrlhf.weights.layout import Holding, Layout, LocalTensor, Place, Slice, places
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
@@ -27,6 +28,7 @@ from tests.unit.reshard_scene import full, require_exact
 TRANSPORTS = {
     "asyncrlhf.weights.inproc:InprocTransfer": InprocTransfer,
     "asyncrlhf.weights.shared:SharedMemoryTransfer": SharedMemoryTransfer,
+    "asyncrlhf.weights.collective:CollectiveTransfer": CollectiveTransfer,
 }
 transports = pytest.mark.parametrize("path", TRANSPORTS)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.weights.pair import open_store as open_store
 
 __all__ = (
     "BACKENDS",
@@ -72,22 +73,6 @@ class World:
     def leave(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def open_store(host: str, ranks: int, timeout: float = 60.0) -> tuple[dist.TCPStore, int]:
-    """A store at a free port of the machine called `host`, and the port."""
-    listener = socket.create_server((host, 0))
-    port = int(listener.getsockname()[1])
-    store = dist.TCPStore(
-        host,
-        port,
-        ranks,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
 
 
 def meet(
