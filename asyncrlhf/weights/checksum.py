@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -81,13 +82,16 @@ def copy_and_checksum(source: Tensor, target: Tensor, box: Sequence[tuple[int, i
     grain = _grain(shape, target.element_size())
     rows = PIECE * len(target) // target.nbytes if target.dim() == 2 and target.nbytes else 0
     words = _words(target, grain) if 0 < rows < len(target) and not box[-1][0] % grain else None
-    if words is None or target.device.type != "cpu":
+    if words is None or target.device.type != "cpu" or source.device.type != "cpu":
         target.copy_(source)
         return partial_checksum(target, box, shape)
     runs = torch.empty(words.shape[:-1], dtype=torch.int64)
-    for here, there, read, found in zip(*(x.split(rows) for x in (source, target, words, runs)), strict=True):
-        there.copy_(here)
-        torch.sum(read, -1, out=found)
+    integers = _INTEGERS[target.element_size()]
+    here, there = (tensor.detach().view(integers).numpy() for tensor in (source, target))
+    for first in range(0, len(there), rows):
+        piece = slice(first, first + rows)
+        np.copyto(there[piece], here[piece])  # for pieces of this size faster than torch's
+        torch.sum(words[piece], -1, out=runs[piece])
     return _weighted(runs, grain, target.numel(), box, shape)
 
 
@@ -162,7 +166,7 @@ def _weighted(runs: Tensor, grain: int, count: int, box: Sequence[tuple[int, int
         if rest := len(run) - whole * BLOCK:
             add(run[whole * BLOCK :], weights[:rest], block + whole)
     last = math.prod(shape) // BLOCK
-    found = cast("list[int]", torch.cat(sums).tolist()) if sums else []
+    found = cast("list[int]", (torch.cat(sums) if len(sums) > 1 else sums[0]).tolist()) if sums else []
     terms = [(last + 1, count), *((last - block, value) for block, value in zip(blocks, found, strict=True))]
     return sum(value * pow(_BASE, power, 1 << 64) for power, value in terms) & _MASK
 
