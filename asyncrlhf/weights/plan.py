@@ -87,6 +87,8 @@ class Plan(msgspec.Struct, frozen=True):
     bucket_count: int
     cap: int
     fingerprint: int
+    shapes: dict[str, tuple[int, ...]]
+    """Of every parameter, whole."""
 
     def traffic(self) -> tuple[Traffic, ...]:
         """Of every rank, in order."""
@@ -143,7 +145,8 @@ def make_plan(source: Layout, destination: Layout, *, cap: int) -> Plan:
     moves.sort(key=lambda move: move.bucket)
     encoded = msgspec.msgpack.encode((sorted(nodes.items()), moves, cap))
     fingerprint = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little", signed=True)
-    return Plan(source.name, destination.name, nodes, tuple(moves), dealer.bucket_count, cap, fingerprint)
+    shapes = {name: parameter.shape for name, parameter in destination.parameters.items()}
+    return Plan(source.name, destination.name, nodes, tuple(moves), dealer.bucket_count, cap, fingerprint, shapes)
 
 
 def message_bytes(moves: Iterable[Move]) -> int:

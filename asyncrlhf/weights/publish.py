@@ -14,6 +14,7 @@ from torch import Tensor
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import Probe, WeightHandle, import_object
 from asyncrlhf.weights.checksum import combine, partial_checksum
+from asyncrlhf.weights.finite import not_finite
 from asyncrlhf.weights.layout import Layout, without_replicas
 from asyncrlhf.weights.parts import ASSEMBLED, part
 from asyncrlhf.weights.regions import region
@@ -57,7 +58,7 @@ class ShardPublisher:
 
     def _checksum(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """That of the whole parameters, to which every rank adds what it sends."""
-        bad = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+        bad = not_finite(tensors)
         own: dict[str, int] = {}
         for piece in () if bad else self._holding.slices:
             found = region(self._local(tensors, piece.tensor), piece.offset, tuple(b - a for a, b in piece.box))

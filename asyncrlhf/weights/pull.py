@@ -6,24 +6,37 @@ need it. Nobody waits: a version stays readable until the next but one is put. T
 turns on the same devices in separate processes: the trainer's ranks may free their memory once they have put.
 
     payload = transfer.send(7, local)                           # each rank of the trainer; gather them by rank
-    pull(plan, rank, 7, payloads, transfer, staged)             # each rank of an engine, then commit
+    receipt = pull(plan, rank, 7, payloads, transfer, staged)   # each rank of an engine
+    require_whole(receipts, handle)                             # of all ranks, then commit
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from asyncrlhf.abc.transfer import WeightTransfer
 from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import WeightHandle
+from asyncrlhf.weights.checksum import combine, copy_and_checksum
+from asyncrlhf.weights.layout import Box
 from asyncrlhf.weights.plan import Move, Plan
 from asyncrlhf.weights.regions import region
 
-__all__ = ("pull", "sources_of")
+__all__ = ("Receipt", "pull", "require_whole", "sources_of")
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What one rank has read."""
+
+    byte_count: int
+    sums: dict[str, dict[Box, int]]
+    """Parameter -> rectangle -> its partial checksum, of the type in which it came."""
 
 
 def sources_of(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -39,8 +52,8 @@ def pull(
     payloads: Mapping[int, Mapping[str, Any]],
     transfer: WeightTransfer,
     staged: Mapping[str, Tensor],
-) -> int:
-    """Fill `staged` with all that `rank` needs of `version`; gives the bytes read.
+) -> Receipt:
+    """Fill `staged` with all that `rank` needs of `version`.
 
     Raises PublishRefused when a rank's weights are missing, of another version, or overwritten meanwhile; what is in
     `staged` then is of no use, and the engine goes on with the version it has.
@@ -49,7 +62,7 @@ def pull(
     for move in plan.moves:
         if move.target == rank:
             wanted[move.source][move.source_tensor].append(move)
-    byte_count = 0
+    byte_count, sums = 0, defaultdict[str, dict[Box, int]](dict)
     for source, by_tensor in wanted.items():
         if source not in payloads:
             raise PublishRefused(
@@ -62,9 +75,30 @@ def pull(
         for name, tensor in transfer.receive(payloads[source]):
             missing.discard(name)
             for move in by_tensor.get(name, ()):
-                taken = region(tensor, move.source_offset, move.lengths)
-                region(staged[move.target_tensor], move.target_offset, move.lengths).copy_(taken)
+                sums[move.parameter][move.box] = copy_and_checksum(
+                    region(tensor, move.source_offset, move.lengths),
+                    region(staged[move.target_tensor], move.target_offset, move.lengths),
+                    move.box,
+                    plan.shapes[move.parameter],
+                )
                 byte_count += move.byte_count
         if missing:
             raise PublishRefused(f"version {version}: rank {source} has put no {sorted(missing)[0]}")
-    return byte_count
+    return Receipt(byte_count, dict(sums))
+
+
+def require_whole(receipts: Iterable[Receipt], handle: WeightHandle) -> None:
+    """Raises PublishRefused unless what the ranks of one engine have read is, each rectangle once, what was announced,
+    and rectangles that several have read came alike."""
+    found: dict[str, dict[Box, int]] = defaultdict(dict)
+    for receipt in receipts:
+        for name, sums in receipt.sums.items():
+            for box, value in sums.items():
+                if found[name].setdefault(box, value) != value:
+                    raise PublishRefused(f"version {handle.version}: ranks of one engine read {name!r} differently")
+    digest = combine((name, sum(sums.values()) % (1 << 64)) for name, sums in found.items())
+    if digest != handle.checksum:
+        raise PublishRefused(
+            f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that arrived "
+            f"have {digest:#x}; they are not used"
+        )

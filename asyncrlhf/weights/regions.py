@@ -34,7 +34,8 @@ def region(tensor: Tensor, offset: tuple[int, ...], lengths: tuple[int, ...]) ->
     extra = len(offset) - len(lengths)
     view = tensor[offset[:extra]] if extra else tensor
     for dim, (start, length) in enumerate(zip(offset[extra:], lengths, strict=True)):
-        view = view.narrow(dim, start, length)
+        if length != view.shape[dim]:
+            view = view.narrow(dim, start, length)
     return view
 
 

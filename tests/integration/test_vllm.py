@@ -5,6 +5,7 @@ The suite that every sampler passes is in tests/conformance/test_generate_engine
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from itertools import count
 from pathlib import Path
@@ -21,7 +22,12 @@ from asyncrlhf.backends.torch.shards import layout_of
 from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import ArrayColumn, GenerateRequest, Rejected, Sample, TrainBatch, WeightHandle
+from asyncrlhf.weights.layout import places
 from asyncrlhf.weights.parts import joined
+from asyncrlhf.weights.plan import make_plan
+from asyncrlhf.weights.shapes import model_shape
+from asyncrlhf.weights.torch_layout import fsdp_layout, replicated_layout
+from asyncrlhf.weights.vllm_layout import VllmParallel, vllm_layout
 from tests.integration.reshard_scene import ShardTrainer
 from tests.integration.torch_sampling import Log, check
 from tests.integration.torch_scene import make_model, make_requests, trainer
@@ -262,8 +268,8 @@ def test_weights_of_another_shape_are_refused_and_the_old_ones_stay(
     shallower = trainer(make_model(tmp_path / "shallower", **SHAPE | {"num_hidden_layers": 1}), transport=SHARED)
     for other, words in (
         (wider, r"down_proj.weight' of shape \(64, 64\), which this model has as \(64, 48\)"),
-        (deeper, "does not fit"),
-        (shallower, "lacks 7 parameters"),
+        (deeper, r"layers.2.* of shape .*, which this model does not have"),
+        (shallower, "lacks 12 parameters of this model"),
     ):
         with pytest.raises(PublishRefused, match=words):
             log.publish(other.export(1), 1)
@@ -336,8 +342,45 @@ def test_two_processes_that_share_every_layer_answer_like_the_trainer(
         check([*modules, modules[0]], request, log.samples[request.request_id])
     assert {version for r in later for version in log.samples[r.request_id].versions()} == {2, 3}
     deeper = trainer(make_model(tmp_path, **SHAPE | {"num_hidden_layers": 3}), transport=SHARED)
-    with pytest.raises(PublishRefused, match="does not fit"):
+    with pytest.raises(PublishRefused, match="which this model does not have"):
         log.publish(deeper.export(4), 4)
+
+
+def test_each_of_two_processes_reads_its_slices_and_no_more(
+    host: VllmHost, models: list[str], handles: list[WeightHandle]
+) -> None:
+    """Of whole parameters, and of the parts that two ranks have put."""
+    shape = model_shape(json.loads((Path(models[0]) / "config.json").read_bytes()), "float32")
+    layout = vllm_layout(shape, VllmParallel(tensor=2), places(2, first=2))
+    engine = host.make(models[0], tensor_parallel=2)
+    for handle, source in zip(
+        handles, (replicated_layout(shape, places(1)), fsdp_layout(shape, places(2))), strict=False
+    ):
+        plan = make_plan(source, layout, cap=1 << 30)
+        expected = tuple(row.received for row in plan.traffic() if row.rank >= 2)
+        assert max(expected) < 0.65 * shape.byte_count, "norms, and the keys and values of the one head, go to both"
+        engine.prepare(handle)
+        assert engine.bytes_read == expected
+        engine.commit(handle.version, "rebuild")
+        assert handle.probe is not None
+        np.testing.assert_allclose(engine.probe(handle.probe.token_ids), handle.probe.logprobs, atol=1e-5)
+
+
+def test_a_family_without_a_table_is_loaded_whole_by_vllm(host: VllmHost, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "first", model_type="llama", attention_bias=True, **SHAPE)
+    other = make_model(tmp_path / "other", model_type="llama", attention_bias=True, seed=1, **SHAPE)
+    log, follows = Log(host.make(model)), trainer(other, transport=SHARED)
+    weights = follows.export(1)
+    log.publish(weights, 1)
+    assert log.engine.bytes_read == ()  # type: ignore[attr-defined]
+    request = make_requests(1)[0]
+    check([None, AutoModelForCausalLM.from_pretrained(other)], request, log.run([request])[request.request_id])
+    with pytest.raises(PublishRefused, match="announced with checksum"):
+        log.engine.prepare(msgspec.structs.replace(weights, version=2, checksum=weights.checksum ^ 1))
+    log.take(log.engine.sleep())
+    log.engine.wake(msgspec.structs.replace(weights, version=2))
+    again = msgspec.structs.replace(request, request_id="again")
+    assert log.run([again])["again"].token_ids == log.samples[request.request_id].token_ids
 
 
 def test_M1_memory_goes_with_sleep_and_comes_back_once(host: VllmHost, tmp_path: Path) -> None:
@@ -360,7 +403,7 @@ def test_M1_memory_goes_with_sleep_and_comes_back_once(host: VllmHost, tmp_path:
     assert 0.9 * size < host.memory("RssAnon") - asleep < 1.5 * size + cache
     log.run([])
     for request in requests:
-        check([follows._model.module], request, log.samples[request.request_id])
+        check([AutoModelForCausalLM.from_pretrained(large)], request, log.samples[request.request_id])
 
 
 def test_bfloat16_stays_near_the_trainer(

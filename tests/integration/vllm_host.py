@@ -126,6 +126,10 @@ class Hosted(GenerateEngine):
         return self._call("probe", token_ids)
 
     @property
+    def bytes_read(self) -> tuple[int, ...]:
+        return self._call("bytes_read")
+
+    @property
     def asleep(self) -> bool:  # type: ignore[override]
         return self._call("asleep")
 

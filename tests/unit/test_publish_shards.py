@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import ParallelLayout, WeightHandle, import_object
 from asyncrlhf.weights import checksum as checksums
-from asyncrlhf.weights.checksum import checksum, partial_checksum, tensor_checksum
+from asyncrlhf.weights.checksum import checksum, copy_and_checksum, partial_checksum, tensor_checksum
 from asyncrlhf.weights.inproc import InprocTransfer
 from asyncrlhf.weights.layout import Layout, full_box, places, without_replicas
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
@@ -42,12 +42,14 @@ INPROC = "asyncrlhf.weights.inproc:InprocTransfer"
     cuts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     block=st.sampled_from([4, 7, 16, 1 << 10]),
+    run=st.sampled_from([1, 8, 16, 64]),
 )
 @settings(max_examples=200)
 def test_a_checksum_is_the_sum_of_those_of_parts(
-    shape: list[int], cuts: list[int], dtype: torch.dtype, block: int
+    shape: list[int], cuts: list[int], dtype: torch.dtype, block: int, run: int
 ) -> None:
-    """In blocks so small that rows cross their ends."""
+    """In blocks so small that rows cross their ends, and with runs that no cut respects."""
+    shape[-1] *= 4
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
     boxes = [full_box(shape)]
     for dim, cut in enumerate(cuts[: len(shape)]):
@@ -56,18 +58,39 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
         boxes = [(*box[:dim], side, *box[dim + 1 :]) for box in boxes for side in sides]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checksums, "BLOCK", block)
+        patched.setattr(checksums, "RUN", run)
+        patched.setattr(checksums, "PIECE", 64)
         checksums._weights.cache_clear()
-        parts = [partial_checksum(whole[tuple(slice(*side) for side in box)], box, shape) for box in boxes]
-        expected = tensor_checksum(whole)
+        regions = [tuple(slice(*side) for side in box) for box in boxes]
+        expected, copy = tensor_checksum(whole), torch.empty_like(whole)
+        parts = [partial_checksum(whole[region], box, shape) for region, box in zip(regions, boxes, strict=True)]
+        copied = [
+            copy_and_checksum(whole[region], copy[region], box, shape)
+            for region, box in zip(regions, boxes, strict=True)
+        ]
     checksums._weights.cache_clear()
     assert sum(parts) % (1 << 64) == expected
+    assert copied == parts
+    assert torch.equal(copy, whole)
 
 
-def test_checksums_are_what_they_were() -> None:
-    """Of a checkpoint, say, written before; also with a whole block and a rest."""
+def test_checksums_are_the_same_everywhere() -> None:
+    """On machines with other processors, and with a block that is whole and a rest."""
     assert tensor_checksum(torch.arange(5.0)) == 5850125558293328863
     large = torch.arange(300_000, dtype=torch.float32).to(torch.bfloat16).view(1000, 300)
-    assert tensor_checksum(large) == 15993060726213556091
+    assert tensor_checksum(large) == 17904216712231852493
+
+
+def test_a_checksum_tells_places_apart_between_runs() -> None:
+    matrix = torch.arange(64.0 * 256).view(64, 256)
+    before = tensor_checksum(matrix)
+    changed = [matrix.flip(0), matrix.roll(128, 1), matrix.clone()]
+    changed[2][5, 7] = -matrix[5, 7]
+    assert len({before, *map(tensor_checksum, changed)}) == 4
+    run = torch.cat([matrix[:, :64].roll(2, 1), matrix[:, 64:]], 1)
+    assert tensor_checksum(run) == before, "within 512 bytes of a row they are only added"
+    vector = torch.arange(256.0)
+    assert tensor_checksum(vector) != tensor_checksum(vector.flip(0))
 
 
 def received(handle: WeightHandle) -> dict[str, Tensor]:

@@ -42,8 +42,8 @@ def test_N14_every_pair_of_layouts_is_exact_and_reads_only_its_slices(make: Call
             needs = holding_of(destination, row.rank)
             staged = allocate(needs)
             mine = {rank: payloads[rank] for rank in sources_of(plan, row.rank)}
-            count = pull(plan, row.rank, 1, mine, make(), staged)
-            assert count == row.received + row.copied
+            receipt = pull(plan, row.rank, 1, mine, make(), staged)
+            assert receipt.byte_count == row.received + row.copied
             assert same_bits(staged, held(needs, converted)), f"{name}, rank {row.rank}"
 
 

@@ -11,7 +11,8 @@ from asyncrlhf.abc import WeightTransfer
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
-from asyncrlhf.weights.checksum import combine, tensor_checksum
+from asyncrlhf.weights.checksum import combine, copy_and_checksum
+from asyncrlhf.weights.layout import full_box
 
 __all__ = ("Replica",)
 
@@ -92,13 +93,7 @@ class Replica:
                     f"version {handle.version} brings {name!r} of shape {tuple(tensor.shape)}, which this model "
                     f"{'does not have' if target is None else f'has as {tuple(target.shape)}'}"
                 )
-            if target.dtype == tensor.dtype:
-                target.copy_(tensor)
-                parts[name] = tensor_checksum(target)
-            else:
-                arrived = tensor.to(target.device, copy=True)
-                parts[name] = tensor_checksum(arrived)
-                target.copy_(arrived)
+            parts[name] = copy_and_checksum(tensor, target, full_box(tensor.shape), tensor.shape)
         if missing := sorted(into.keys() - parts.keys()):
             raise PublishRefused(f"version {handle.version} lacks {len(missing)} parameters, among them {missing[0]!r}")
         if (digest := combine(parts.items())) != handle.checksum:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from asyncrlhf.abc import TrainEngine
 from asyncrlhf.backends.torch.away import give_back
@@ -33,6 +32,7 @@ from asyncrlhf.groups.protocols import shares
 from asyncrlhf.messages import Array, Packed, Probe, StepResult, TrainBatch, WeightHandle, import_object, unpack
 from asyncrlhf.ops import Loss, TokenStats, Transform
 from asyncrlhf.weights.checksum import checksum
+from asyncrlhf.weights.finite import not_finite
 from asyncrlhf.weights.publish import ShardPublisher
 
 __all__ = ("OptimizerOptions", "TorchTrainer", "TrainerOptions")
@@ -168,8 +168,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
         if self._publisher is not None:
             return self._publisher.export(version, local_parts(self._model.parameters()), self._probe)
         weights = self._model.whole()
-        bad = [] if world.rank or _finite(weights) else [n for n, weight in weights.items() if not _finite({n: weight})]
-        if bad := world.first(bad):
+        if bad := world.first([] if world.rank else not_finite(weights)):
             raise PublishRefused(
                 f"version {version} has {len(bad)} parameters that are not finite, among them {bad[0]!r}; the weights "
                 "published before stay in use. Lower the learning rate or max_grad_norm"
@@ -231,7 +230,3 @@ class TorchTrainer(TorchEngine, TrainEngine):
         if self._model.head == "lm":
             return TokenStats(logprobs=found)
         return TokenStats(logprobs=found.new_empty(0), values=found)
-
-
-def _finite(weights: Mapping[str, Tensor]) -> bool:
-    return bool(nn.utils.get_total_norm(weights.values(), math.inf).isfinite())

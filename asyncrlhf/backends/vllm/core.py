@@ -143,6 +143,8 @@ def _with_second_weights(kind: type[Executor]) -> type[Executor]:
                 if reason:
                     self.shutdown()
                     raise ValueError(reason)
+            if not all(self.collective_rpc("asyncrlhf_reads_slices", args=(True,))):
+                self.collective_rpc("asyncrlhf_reads_slices", args=(False,))
 
     return WithSecondWeights
 

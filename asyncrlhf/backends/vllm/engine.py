@@ -19,6 +19,7 @@ from asyncrlhf.backends.vllm.core import Core, SamplingParams
 from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import EngineEvent, GenerateRequest, Rejected, WeightHandle, import_object
+from asyncrlhf.weights.pull import Receipt, require_whole
 from asyncrlhf.weights.shared import SharedMemoryTransfer
 
 __all__ = ("VllmOptions", "VllmSampler")
@@ -43,6 +44,8 @@ class VllmSampler(GenerateEngine):
         self._unsent: list[EngineEvent] = []
         self._prepared: WeightHandle | None = None
         self._checksum: int | None = None
+        self.bytes_read: tuple[int, ...] = ()
+        """Of the weights that came last, by each worker; empty where they are loaded whole."""
         self._relay = SharedMemoryTransfer()
         self._salt = ""
         """Of cached prefixes: changes with the weights, and only then."""
@@ -94,9 +97,7 @@ class VllmSampler(GenerateEngine):
         self._require("prepare", asleep=False)
         self._prepared = None
         if weights.checksum != self._checksum:
-            for reason in self._core.on_workers("asyncrlhf_prepare", self._within_reach(weights)):
-                if reason:
-                    raise PublishRefused(reason)
+            self._bring("asyncrlhf_prepare", weights)
         self._prepared = weights
 
     def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
@@ -154,9 +155,11 @@ class VllmSampler(GenerateEngine):
 
     def wake(self, weights: WeightHandle) -> None:
         self._require("wake", asleep=True)
-        if reason := next(filter(None, self._core.on_workers("asyncrlhf_wake", self._within_reach(weights))), ""):
+        try:
+            self._bring("asyncrlhf_wake", weights)
+        except PublishRefused:
             self._core.on_workers("asyncrlhf_sleep")
-            raise PublishRefused(reason)
+            raise
         self._core.on_workers("asyncrlhf_wake_cache")
         self._checksum, self._salt = weights.checksum, str(weights.version)
         self.version, self.asleep = weights.version, False
@@ -164,6 +167,18 @@ class VllmSampler(GenerateEngine):
     def close(self) -> None:
         self._core.close()
         vars(self).clear()
+
+    def _bring(self, verb: str, weights: WeightHandle) -> None:
+        """Have the workers read weights. Raises PublishRefused when one of them refuses, and when the slices that they
+        have read are not together what was announced."""
+        answers: list[Receipt | str | None] = self._core.on_workers(verb, self._within_reach(weights))
+        for answer in answers:
+            if isinstance(answer, str):
+                raise PublishRefused(answer)
+        receipts = [answer for answer in answers if isinstance(answer, Receipt)]
+        if receipts:
+            require_whole(receipts, weights)
+        self.bytes_read = tuple(receipt.byte_count for receipt in receipts)
 
     def _within_reach(self, weights: WeightHandle) -> WeightHandle:
         """Weights that processes which vLLM has started can read, too: Ray, say, does not know them."""
