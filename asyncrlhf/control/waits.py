@@ -35,7 +35,7 @@ def waits_of(
 ) -> list[str]:
     """One line for everybody who waits. `now` and the times of `calls` are the event loop's."""
     step = f"train step {_step(gate)}"
-    waits = [*_trainer(gate, step, now), *_leases(gate), *_calls(calls, groups, step, now)]
+    waits = [*_trainer(gate, step, coordinator.publishing, now), *_leases(gate), *_calls(calls, groups, step, now)]
     waits += [wait for each in turns for wait in each.waits(now)]
     waits += [Wait("the publish", whom, what, now - since) for (whom, what), since in coordinator.waits.items()]
     return wait_lines(waits, [*(line for each in turns for line in each.holders()), *_notes(groups, queues)])
@@ -48,8 +48,8 @@ def _step(gate: Gate) -> int:
     return gate.ledger.step if gate.pops() else max(0, gate.ledger.step - 1)
 
 
-def _trainer(gate: Gate, step: str, now: float) -> Iterator[Wait]:
-    """The two ends of the gate: who waits for a batch, and who for room."""
+def _trainer(gate: Gate, step: str, publishing: bool, now: float) -> Iterator[Wait]:
+    """The two ends of the gate: who waits for a batch, and who for room. `publishing`: while a step trains."""
     ledger, since, ended = gate.ledger, gate.trainer_waits_since, gate.ended
     if since is not None:
         if gate.pops():
@@ -60,7 +60,7 @@ def _trainer(gate: Gate, step: str, now: float) -> Iterator[Wait]:
     if gate.waiting_workers() and not ended and not ledger.admits():
         live = len(ledger.live)
         what = f"{gate.waiting_workers()} workers, {live} prompts are live, version {ledger.published} is published"
-        yield Wait(ADMISSION, step, what)
+        yield Wait(ADMISSION, "the publish" if publishing else step, what)
         if not live and gate.pops():
             yield Wait(BATCH, ADMISSION)
 

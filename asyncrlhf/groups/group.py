@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents, Runtime
@@ -32,6 +32,8 @@ class Request:
     verb: str
     arguments: tuple[Any, ...]
     reply: asyncio.Future[Any]
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by a trained group when it goes to the engine."""
 
 
 class Group(ABC):
@@ -66,13 +68,13 @@ class Group(ABC):
 
     async def ask(self, verb: str, *arguments: Any) -> Any:
         """Put a request and await its reply; cancelling the caller cancels the request."""
-        return await (await self.asked(verb, *arguments))
+        return await (await self.put(verb, *arguments)).reply
 
-    async def asked(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Put a request; gives its reply, which is to be awaited. Cancelling that cancels the request."""
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        await self._inbox.put(Request(verb, arguments, reply))
-        return reply
+    async def put(self, verb: str, *arguments: Any) -> Request:
+        """Put a request, whose reply is to be awaited; cancelling that cancels the request."""
+        request = Request(verb, arguments, asyncio.get_running_loop().create_future())
+        await self._inbox.put(request)
+        return request
 
     def emit_busy(self, rank: int, event: EngineEvent) -> bool:
         """Log an engine's compute time; True if the event was one."""

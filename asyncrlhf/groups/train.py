@@ -75,6 +75,7 @@ class TrainGroup(Group):
         self._free_since = 0.0
         self._needs_proximal = needs_proximal
         self._begun: tuple[int, tuple[int, ...]] | None = None  # train step and row lengths of the popped batch
+        self._asked: tuple[list[int], asyncio.Future[Any]] | None = None  # rows of it, and a forward over them
         self._proximal: Column | None = None  # for every row of it; None: its one step needs none
         self._before_update = asyncio.Lock()  # steps asked for at once wait for the forward of the first
         self._gap_alarm, self._call_timeout = gap_alarm, call_timeout
@@ -133,9 +134,11 @@ class TrainGroup(Group):
         return batch.with_columns(**columns)
 
     async def ask_export(self, version: int) -> asyncio.Future[WeightHandle]:
-        """As `export`, behind what was asked for before and ahead of what is asked for later; gives the reply, to be
-        awaited while the engine is at later requests."""
-        return await self.asked("export", version)
+        """As `export`, behind what was asked for before and ahead of what is asked for later. Returns when the engine
+        has been told, so that it need not wait for whatever the caller does next; gives the reply, to be awaited."""
+        request = await self.put("export", version)
+        await request.sent.wait()
+        return request.reply
 
     # ---- control lane ------------------------------------------------------------------------------------------
     async def export(self, version: int) -> WeightHandle:
@@ -155,7 +158,7 @@ class TrainGroup(Group):
         """Optimizer steps applied and reasons of those rejected since the last call (one train step)."""
         result = self.applied_since_publish, self.rejections_since_publish
         self.applied_since_publish, self.rejections_since_publish = 0, []
-        self._begun = self._proximal = None
+        self._begun = self._asked = self._proximal = None
         return result
 
     async def rest(self) -> None:
@@ -203,6 +206,7 @@ class TrainGroup(Group):
         sent, cancelled = self.log.elapsed(), request.reply.done()
         result: Any = None
         failure: AsyncRLHFError | None = None
+        request.sent.set()
         if not cancelled:
             try:
                 result = await self._call(request.verb, *request.arguments, after=before)
@@ -249,35 +253,43 @@ class TrainGroup(Group):
             )
 
     async def _with_proximal(self, batch: TrainBatch, masked_rows: bool) -> TrainBatch:
-        """A lone step on all rows takes the detached current log-probs (the engine does); every other takes those of
-        one forward before the first update of the train step, by row of the popped batch."""
+        """The first step takes the detached current log-probs (the engine does): nothing has been updated yet. Unless
+        it is the only one, a forward over all rows of the popped batch goes ahead of it, for the steps that follow."""
         step, popped = batch.train_step, batch.popped
         if self._begun is None:
-            if batch.several_steps or set(batch.rows) != set(popped.rows):
-                self._proximal = await self._proximal_of(popped, masked_rows)
             self._begun = step, popped.response_lengths
-        elif self._begun != (step, popped.response_lengths):
+            if batch.several_steps or set(batch.rows) != set(popped.rows):
+                await self._ask_proximal(popped, masked_rows)
+            return batch
+        if self._begun != (step, popped.response_lengths):
             raise ValueError(
                 f"train step {self._begun[0]} has begun on another batch than this one, of train step {step}; make all "
                 "parts from the popped batch, with take, minibatches and with_columns"
             )
-        elif self._proximal is None:
+        if self._asked is None:
             raise ValueError(
                 f"train step {step}: a second optimizer step after one on the whole batch would compare with weights "
                 "that the first has changed; use batch.minibatches(count, epochs=...)"
             )
         if self._proximal is None:
-            return batch
+            self._proximal = await self._proximal_of(popped, *self._asked)
         return batch.with_columns(proximal_logprobs=self._proximal.take(batch.rows))
 
-    async def _proximal_of(self, popped: TrainBatch, masked_rows: bool) -> Column:
-        """Log-probs of the rows that a loss reads: those with an unmasked token, or all; zeros for the others."""
+    async def _ask_proximal(self, popped: TrainBatch, masked_rows: bool) -> None:
+        """A forward over the rows that a loss reads: those with an unmasked token, or all."""
         used = [row for row, count in enumerate(popped.unmasked) if count or masked_rows]
-        rows: list[Sequence[float] | Array] = [np.zeros(length, np.float32) for length in popped.response_lengths]
         if used:
-            found = await self.ask("logprobs", popped.take(used).without_origin())
-            for row, logprobs in zip(used, found, strict=True):
-                rows[row] = logprobs
+            self._asked = used, (await self.put("logprobs", popped.take(used).without_origin())).reply
+        else:
+            self._asked = used, asyncio.get_running_loop().create_future()
+            self._asked[1].set_result(())
+
+    @staticmethod
+    async def _proximal_of(popped: TrainBatch, used: list[int], asked: asyncio.Future[Any]) -> Column:
+        """Log-probs of those rows; zeros for the others."""
+        rows: list[Sequence[float] | Array] = [np.zeros(length, np.float32) for length in popped.response_lengths]
+        for row, logprobs in zip(used, await asked, strict=True):
+            rows[row] = logprobs
         return column_of("token", rows)
 
     def _on_events(self, rank: int, events: Sequence[EngineEvent]) -> None:

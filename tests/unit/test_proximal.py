@@ -132,10 +132,11 @@ async def scene() -> AsyncIterator[tuple[TrainGroup, Recorder, TrainGroup]]:
 
 
 def check(engine: Recorder, steps: int, before: int = 0) -> None:
-    """One forward, before the first update, whose values every step got for its own rows."""
+    """One forward, before the first update, whose values every later step got for its own rows."""
     assert engine.forwards == [before]
     assert len(engine.stepped) == steps
-    for batch in engine.stepped:
+    assert "proximal_logprobs" not in engine.stepped[0].columns, "its own log-probs are those"
+    for batch in engine.stepped[1:]:
         column = batch.columns["proximal_logprobs"].fetch()
         assert [int(ids[0]) for ids in batch.columns["token_ids"].fetch()] == list(batch.rows)
         for row, length, found in zip(batch.rows, batch.response_lengths, column, strict=True):
@@ -262,7 +263,7 @@ async def test_a_loss_that_uses_masked_rows_gets_their_values_too() -> None:
     async with scene() as (policy, engine, _):
         for part in popped_batch().minibatches(2):
             await policy.step(part, PairLoss())
-        for batch in engine.stepped:
+        for batch in engine.stepped[1:]:
             column = batch.columns["proximal_logprobs"].fetch()
             for row, length, found in zip(batch.rows, batch.response_lengths, column, strict=True):
                 assert np.array_equal(found, expected(row, length))
