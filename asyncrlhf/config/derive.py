@@ -35,6 +35,8 @@ class Derived:
     """What K bounds: "token", or "rollout" with at_deadline = wait or drop."""
     publish_every: int
     """Train steps between two publishes that move bytes."""
+    publish_overlap: bool
+    """Whether the next train step goes on meanwhile."""
     max_filtered: int
     """Prompts in a row without a ready one that end the run."""
     min_answers: int
@@ -52,7 +54,7 @@ class Derived:
             f"live rollouts            {self.live_window} at most (queue capacity {self.queue_capacity})",
             f"{self.worst_lag_of} lag".ljust(25)
             + f"{typical} typically, {self.worst_lag} at worst, in policy versions",
-            f"weights published        {every}",
+            f"weights published        {every}{', while the next one trains' if self.publish_overlap else ''}",
             f"a rollout trains with    {self.min_answers} answer{'s' if self.min_answers > 1 else ''} or more",
             *(f"warning: {warning}" for warning in self.warnings),
         ]
@@ -71,6 +73,7 @@ def derive(config: Config) -> Derived:
         worst_lag=config.max_staleness,
         worst_lag_of="token" if config.at_deadline == "mask" else "rollout",
         publish_every=config.publish.every,
+        publish_overlap=bool(config.publish.overlap),
         max_filtered=20 * batch if limits.max_filtered is None else limits.max_filtered,
         min_answers=config.answers_per_prompt if limits.min_answers is None else limits.min_answers,
         warnings=tuple(_warnings(config, ahead)),

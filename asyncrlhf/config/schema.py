@@ -177,15 +177,17 @@ class Publish(Table, frozen=True, kw_only=True):
     """How new weights reach the engines that follow."""
 
     every: Positive = 1
-    """Train steps between two publishes that move bytes; at most lookahead + 1."""
+    """Train steps between two publishes that move bytes; at most lookahead + 1. There is no other trigger to choose:
+    admission grants prompts_per_step prompts for every version published, so without a publish the window closes by as
+    many with every step, and how far the published version falls behind is a matter of this number alone."""
     mode: Literal["in_flight", "drain"] = "in_flight"
     """Swap weights at a token boundary of running answers, or let them finish first."""
     rolling: bool = False
     """Swap one engine after another, while the others sample on: generation never stops, and a publish takes as long
     as all the swaps together. False: all at once."""
     overlap: bool | None = None
-    """Train on while the engines take the weights of the step before; left out: where lookahead is above 0. Without
-    lookahead there is nothing to train on until they have, so it must not be true."""
+    """Train on while the engines take the weights of the step before; the step after waits for them. Left out: true
+    where lookahead is above 0. With lookahead = 0 there is nothing to train on meanwhile, and true is refused."""
     kv: Literal["rebuild", "keep"] = "rebuild"
     """What becomes of the KV cache of running answers: recomputed, or kept and their tokens flagged kv_mixed."""
     probe_gap: Amount = 0.5

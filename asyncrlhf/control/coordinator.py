@@ -140,10 +140,10 @@ class Coordinator:
 
         Then, if `publish.every` says so, bring the weights of all followed groups to the engines that follow them;
         weights that have not changed go as a header. Returns when all have committed; where publishes overlap, when the
-        publish before is over and the weights have been asked for: P then rises later, while the next step trains.
-        `groups` are those that the step was meant to train. Raises PublishRefused when weights fail the gate and
-        GroupError when an engine is lost, where publishes overlap from `serve`, and ValueError for a group that is not
-        trained here.
+        publish before is over and the trainers have been asked for the weights, and P rises while the next step trains.
+        `groups` are those that the step was meant to train. Raises ValueError for a group that is not trained here,
+        PublishRefused when weights fail the gate, GroupError when an engine is lost; `serve` raises these two for a
+        publish beside training.
         """
         for group in groups:
             if group not in self._trained:

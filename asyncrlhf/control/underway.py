@@ -28,7 +28,7 @@ class UnderWay:
         self._task = tasks.create_task(work, name="publish")
 
     async def over(self) -> None:
-        """Wait until none is under way. Raises what has ended it."""
+        """Wait until none is under way. Raises what it failed with."""
         if self._task is None:
             return
         self._waits_since = self._now()
@@ -37,7 +37,8 @@ class UnderWay:
         finally:
             self._waits_since = None
         task, self._task = self._task, None
-        task.result()
+        if not task.cancelled():  # else its TaskGroup has ended, for another reason
+            task.result()
 
     def waited(self) -> float:
         """Seconds that somebody has waited for it by now."""

@@ -24,7 +24,16 @@ from asyncrlhf.control.turns import take_turns
 from asyncrlhf.flow.experience import ExperienceQueue
 from asyncrlhf.flow.ledger import Ledger
 from asyncrlhf.flow.prompts import PromptSource, StageQueue
-from asyncrlhf.groups import CriticGroup, PolicyGroup, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
+from asyncrlhf.groups import (
+    CriticGroup,
+    PolicyGroup,
+    ReferenceGroup,
+    RewardGroup,
+    RolloutGroup,
+    ShadowGroup,
+    TrainGroup,
+)
+from asyncrlhf.groups.follower import Follower
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.rollout import Sampling
 from asyncrlhf.groups.scorers import ModelScorer
@@ -81,7 +90,8 @@ async def build_run(
     sets = {f"set {number}": members for number, members in enumerate(scenario.together)}
     run.turns = take_turns(sets, run.groups, run.gate, run.log)
     trained = [group for group in run.groups.values() if isinstance(group, TrainGroup)]
-    followers = [group for group in run.groups.values() if isinstance(group, RolloutGroup)]
+    followers = [group for group in run.groups.values() if isinstance(group, Follower)]
+    followers.sort(key=lambda follower: isinstance(follower, RolloutGroup))
     run.coordinator = Coordinator(
         run.gate,
         trained,
@@ -96,7 +106,7 @@ async def build_run(
         after_step=run.after_step,
         state=lambda: state_numbers(run.algorithm.state),
     )
-    fields: dict[str, Any] = {**settings, **run.groups}
+    fields: dict[str, Any] = {**settings, **{n: g for n, g in run.groups.items() if not isinstance(g, ShadowGroup)}}
     for name, hint in hints.items():
         origin = typing.get_origin(hint) or hint
         if origin is StageQueue:
@@ -203,6 +213,11 @@ def _build_groups(run: Run[Any], algorithm: type[Algorithm], hints: Mapping[str,
             ranks = range(scenario.replicas)
             specs = [spec(item.name, "sampler:FakeSampler", scenario.sampler, rank) for rank in ranks]
             run.groups[item.name] = _rollout_group(run, item.name, specs, policy)
+    critics = [group for group in run.groups.values() if isinstance(group, CriticGroup)]
+    if scenario.shadows:
+        specs = [spec("shadow_critic", "shadow:FakeShadow", scenario.trainer, rank) for rank in range(scenario.shadows)]
+        shadow = ShadowGroup("shadow_critic", log, runtime, specs, follows=critics[0].name)
+        run.groups[shadow.name] = critics[0].shadow = shadow
 
 
 def _rollout_group(run: Run[Any], name: str, specs: Sequence[EngineSpec], follows: str) -> RolloutGroup:
@@ -269,7 +284,7 @@ async def _start(run: Run[Any], trained: Sequence[TrainGroup], manifest: Manifes
     )
     async with asyncio.TaskGroup() as tasks:
         for group in run.groups.values():
-            if isinstance(group, TrainGroup | RolloutGroup | ReferenceGroup | RewardGroup):
+            if isinstance(group, TrainGroup | Follower | ReferenceGroup | RewardGroup):
                 tasks.create_task(group.start())
     if manifest is None or resume is None:
         await run.save(0, groups=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import replace
 from itertools import combinations
@@ -12,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from algorithms.ppo import PPO
-from asyncrlhf.observe import EngineBusy, Evaluated, StepEnded, TurnTaken
-from asyncrlhf.testing import FakeSamplerOptions, Fault, Run, Scenario, Timing
+from asyncrlhf.observe import EngineBusy, Evaluated, Measured, StepEnded, TurnTaken
+from asyncrlhf.testing import FakeSamplerOptions, Fault, Run, Scenario, Timing, build_run, run_virtual
 from tests.contract.inspector import go
 from tests.contract.test_core_invariants import ends_well
 
@@ -104,6 +105,49 @@ def test_a_lost_reference_gives_its_turn_back(verb: str) -> None:
     assert not overlaps(run)
 
 
+@pytest.mark.parametrize("together", [(), (("rollout", ""), ("shadow_critic", ""))])
+def test_a_critic_s_copy_gives_its_values(together: Any) -> None:
+    """Without staleness those of the critic itself, whoever shares its devices."""
+    scenario = replace(TOGETHER, shadows=2, together=(together,) if together else ())
+    run, alone = ends_well(PPO, scenario, minibatches=2), ends_well(PPO, replace(TOGETHER, together=()), minibatches=2)
+    assert not overlaps(run)
+    assert run.trainer("policy").weights == alone.trainer("policy").weights
+    found = [(e.train_step, e.metrics["version"]) for e in run.events_of(Measured) if e.group == "shadow_critic"]
+    assert {version - step for step, version in found} == {0.0}
+    assert len(found) == 8
+    for other, count in ((run, 8), (alone, 16)):  # rewards of tokens take no forward, so the critic is asked for them
+        assert len([e for e in other.events_of(EngineBusy) if e.group == "critic" and e.work == "apply"]) == count
+
+
+@pytest.mark.parametrize("kind", ["lost", "hang", "die"])
+@pytest.mark.parametrize("verb", ["apply", "values", "prepare", "commit", "offload"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_lost_copy_is_started_again(kind: Any, verb: str, count: int) -> None:
+    faults = [Fault(group="shadow_critic", at=20.0, kind=kind, verb=verb)]
+    together = (("rollout", ""), ("shadow_critic", ""), ("reference", ""))
+    run = ends_well(PPO, replace(TOGETHER, shadows=count, together=(together,), faults=faults), minibatches=2)
+    assert not overlaps(run)
+    assert len(run.batches) == 8
+
+
+@pytest.mark.parametrize("at", [0.5, 7.0, 12.0, 17.0, 23.0, 31.0, 55.5])
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_stop_ends_every_wait_for_a_turn(at: float, bound: int) -> None:
+    async def stopped() -> Run[PPO]:
+        scenario = replace(TOGETHER, rows=40, max_staleness=bound, sampler=FakeSamplerOptions(length=12.0, sigma=0.5))
+        run = await build_run(PPO, scenario)
+        task = asyncio.create_task(run.main())
+        await asyncio.sleep(at)
+        run.coordinator.stop()
+        await task
+        return run
+
+    run = run_virtual(stopped())
+    assert run.reason == "stopped"
+    assert not overlaps(run)
+    assert not [line for turns in run.turns for line in turns.holders()]
+
+
 def test_a_stalled_run_says_who_has_the_turn() -> None:
     """One prompt of two is sampled, and nobody reads it before the other is, whose engine hangs."""
     hang = Fault(kind="hang", verb="token", at=1.0)
@@ -142,6 +186,8 @@ def test_turns_are_exclusive_and_everything_ends(data: st.DataObject) -> None:
         prompts_per_step=data.draw(st.integers(1, 3)),
         publish_rolling=data.draw(st.booleans()),
         together=together,
+        shadows=data.draw(st.integers(0, 2)),
+        publish_overlap=bound > 0 and data.draw(st.booleans()),
         faults=faults,
         sampler=FakeSamplerOptions(slots=data.draw(st.integers(2, 8)), length=12.0, sigma=data.draw(st.floats(0, 1))),
         evaluation_every=data.draw(st.sampled_from([0, 2])),

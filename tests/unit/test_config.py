@@ -441,8 +441,15 @@ def test_derived_facts(read: Load) -> None:
     assert "12 at most (queue capacity 12)" in text
     assert "token lag" in text
     assert "about 2 typically, 4 at worst" in text
-    assert "every 2 train steps" in text
+    assert "every 2 train steps, while the next one trains" in text
     assert "rollout lag" in "\n".join(derive(read(*STALE, "at_deadline=wait")).lines())
+
+
+def test_publishes_overlap_where_there_is_something_to_train_on_meanwhile(read: Load) -> None:
+    assert read().publish.overlap is False
+    assert read(*STALE).publish.overlap is True
+    assert read(*STALE, "publish.overlap=false").publish.overlap is False
+    assert "publish.overlap = true and lookahead = 0" in refusal(read, "publish.overlap=true")
 
 
 @pytest.mark.parametrize(

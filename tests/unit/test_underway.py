@@ -68,3 +68,19 @@ async def test_its_failure_reaches_who_waits_and_ends_its_tasks() -> None:
             async with asyncio.TaskGroup() as tasks:
                 beside.begin(tasks, work())
     assert reached == ["refused"]
+
+
+@virtual
+async def test_one_that_was_cut_off_is_over() -> None:
+    beside = under_way()
+
+    async def cut_off() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            beside.begin(tasks, asyncio.sleep(100.0))
+            await asyncio.sleep(1.0)
+            raise RuntimeError("something else")
+
+    with pytest.raises(ExceptionGroup):
+        await cut_off()
+    assert not beside
+    await beside.over()
