@@ -72,10 +72,19 @@ async def slow(prompt: str, response: str, ground_truth: str) -> float:
 
 def until_told(prompt: str, response: str, ground_truth: str) -> float:
     """Grades some answers at once, and the others when there is a file "go"."""
+    return _some_until("go", graded(prompt, response, ground_truth))
+
+
+def until_back(prompt: str, response: str, ground_truth: str) -> float:
+    """Grades some answers at once, and the others when there is a file "back"."""
+    return _some_until("back", graded(prompt, response, ground_truth))
+
+
+def _some_until(name: str, grade: float) -> float:
     if next(GRADES) >= 48:
-        while not Path("go").exists():
+        while not Path(name).exists():
             time.sleep(0.02)
-    return graded(prompt, response, ground_truth)
+    return grade
 
 
 def nothing(prompt: str, response: str, ground_truth: str) -> Any:
