@@ -20,6 +20,7 @@ from asyncrlhf.backends.megatron.layers import PackedAttention
 from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.megatron.score import MegatronScorer
 from asyncrlhf.backends.megatron.train import MegatronTrainer
+from asyncrlhf.backends.torch.away import Away
 from asyncrlhf.backends.torch.options import OptimizerOptions
 from asyncrlhf.groups.protocols import Protocol, lead, three_d
 from asyncrlhf.groups.ranks import Ranks
@@ -119,6 +120,21 @@ class Member(Engine):
         trainer._stepped_in = -1
         return caught
 
+    def go_and_come(self) -> int:
+        """Give all memory away and take it back, as on a GPU; gives the bytes that were kept of it."""
+        held, gradients = list(self._trainer._held()), list(self._trainer._gradients())
+        away = Away(held, gradients)
+        assert not any(tensor.untyped_storage().nbytes() for tensor in (*held, *gradients))
+        kept = away.byte_count
+        away.back()
+        return kept
+
+    def offload(self) -> None:
+        self._trainer.offload()
+
+    def onload(self) -> None:
+        self._trainer.onload()
+
     def moments(self) -> int:
         """Numbers in the moments that this rank has allocated."""
         states = (state for adamw in self._trainer._optimizer.adamws() for state in adamw.state.values())
@@ -172,6 +188,9 @@ VERBS = {
     "become": "broadcast",
     "weights": "lead",
     "gradients": f"{__name__}:same_for_all",
+    "go_and_come": "broadcast",
+    "offload": "broadcast",
+    "onload": "broadcast",
     "moments": "broadcast",
     "parameters": "broadcast",
     "shapes": "broadcast",

@@ -154,6 +154,18 @@ def test_n8_a_step_that_is_refused_changes_nothing(crew: Crew, model: str, batch
     assert distance(crew.weights(), after) == 0
 
 
+def test_M1_a_step_does_not_see_that_everything_was_away(crew: Crew, model: str, batch: TrainBatch) -> None:
+    crew.become(model, data_parallel=2).step(batch, LOSSES["ppo"])
+    crew.step(batch, LOSSES["ppo"])
+    expected = crew.weights()
+    crew.become(model, data_parallel=2).step(batch, LOSSES["ppo"])
+    assert crew.call("go_and_come") > 4 * crew.call("parameters")
+    crew.call("offload")
+    crew.call("onload")
+    crew.step(batch, LOSSES["ppo"])
+    assert distance(crew.weights(), expected) < 1e-5
+
+
 def test_m2_moments_are_there_before_the_first_step(crew: Crew, model: str, batch: TrainBatch) -> None:
     crew.become(model, data_parallel=2)
     before, own = crew.call("moments"), crew.call("parameters")

@@ -1,12 +1,11 @@
 """vLLM behind the engine seam: log-probs across swaps of weights, and what its caches must not bring along.
 
-The suite that every sampler passes is in tests/conformance/test_generate_engine.py.
+The suite that every sampler passes is in tests/conformance/test_generate_engine.py; how weights come is in
+test_vllm_weights.py.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Generator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,12 @@ from transformers import AutoModelForCausalLM
 from asyncrlhf.backends.torch.shards import layout_of
 from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.errors import ConfigError, PublishRefused
-from asyncrlhf.messages import ArrayColumn, GenerateRequest, Rejected, Sample, TrainBatch, WeightHandle
-from asyncrlhf.weights.layout import places
+from asyncrlhf.messages import GenerateRequest, Rejected, WeightHandle
 from asyncrlhf.weights.parts import joined
-from asyncrlhf.weights.plan import make_plan
-from asyncrlhf.weights.shapes import model_shape
-from asyncrlhf.weights.torch_layout import fsdp_layout, replicated_layout
-from asyncrlhf.weights.vllm_layout import VllmParallel, vllm_layout
 from tests.integration.reshard_scene import ShardTrainer
-from tests.integration.torch_sampling import Log, check
+from tests.integration.torch_sampling import Log, batch_of, check
 from tests.integration.torch_scene import make_model, make_requests, trainer
-from tests.integration.vllm_host import ENGINES_ONLY, SHARED, VllmHost
+from tests.integration.vllm_host import SHARED, VllmHost
 
 pytestmark = pytest.mark.timeout(240)
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
@@ -49,19 +43,6 @@ LATENT = {
 }
 BLOCK = 128
 """Tokens of a block of vLLM's KV cache on CPUs: prefixes are cached by the block."""
-
-
-@pytest.fixture(scope="module")
-def host() -> Generator[VllmHost]:
-    host = VllmHost()
-    yield host
-    host.close()
-
-
-@pytest.fixture(autouse=True)
-def clear(host: VllmHost) -> Generator[None]:
-    yield
-    host.clear()
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +76,6 @@ def handles(trainers: list[Any], ranks: ShardTrainer) -> list[WeightHandle]:
     return [first, msgspec.structs.replace(parts, probe=second.probe), third]
 
 
-def batch(requests: list[GenerateRequest], samples: dict[str, Sample]) -> TrainBatch:
-    """Answers as a trainer gets them."""
-    answers = [samples[request.request_id].token_ids for request in requests]
-    rows = [np.asarray([*r.prompt_token_ids, *a], np.int32) for r, a in zip(requests, answers, strict=True)]
-    lengths = tuple(len(answer) for answer in answers)
-    return TrainBatch(
-        train_step=0,
-        prompt_lengths=tuple(len(request.prompt_token_ids) for request in requests),
-        response_lengths=lengths,
-        unmasked=lengths,
-        rollouts=tuple(range(len(rows))),
-        columns={"token_ids": ArrayColumn("sequence", tuple(rows))},
-    )
-
-
 def requests_of(prompt: tuple[int, ...], number: int, *, prefix: str, max_tokens: int = 6) -> list[GenerateRequest]:
     """Several answers to one prompt."""
     numbered = zip(count(), make_requests(number, max_tokens=max_tokens, stops=(), prefix=prefix), strict=False)
@@ -131,7 +97,7 @@ def test_n4_logprobs_are_the_trainers_at_the_sampling_temperature(
     assert len(samples) == 24
     for request in requests:
         check(modules, request, samples[request.request_id])
-    found = trainer(models[0], temperature=temperature or 1.0).logprobs(batch(requests, samples))
+    found = trainer(models[0], temperature=temperature or 1.0).logprobs(batch_of(requests, samples))
     for request, logprobs in zip(requests, found, strict=True):
         np.testing.assert_allclose(samples[request.request_id].logprobs, logprobs, atol=1e-5)
     if temperature == 0.0:
@@ -313,99 +279,6 @@ def test_a_directory_without_shapes_to_check_by_is_refused_at_the_start(host: Vl
         host.make(model)
 
 
-def test_two_processes_that_share_every_layer_answer_like_the_trainer(
-    host: VllmHost, models: list[str], modules: list[Any], handles: list[WeightHandle], tmp_path: Path
-) -> None:
-    log = Log(host.make(models[0], tensor_parallel=2))
-    requests = make_requests(12, max_tokens=16, stops=())
-    log.publish(handles[0], 0)
-    log.take(log.engine.add(requests))
-    elsewhere = trainer(models[2], transport=ENGINES_ONLY)
-    for version, handle in ((1, handles[1]), (2, elsewhere.export(2))):
-        for _ in range(4):
-            log.take(log.engine.step())
-        log.publish(handle, version)
-        assert handle.probe is not None
-        np.testing.assert_allclose(log.engine.probe(handle.probe.token_ids), handle.probe.logprobs, atol=1e-5)
-    log.run([])
-    for request in requests:
-        check(modules, request, log.samples[request.request_id])
-    assert {version for s in log.samples.values() for version in s.versions()} == {0, 1, 2}
-    later = make_requests(6, max_tokens=16, stops=(), prefix="later")
-    log.run(later, steps=5)
-    log.take(log.engine.sleep())
-    with pytest.raises(PublishRefused, match="announced with checksum"):
-        log.engine.wake(msgspec.structs.replace(handles[0], version=3, checksum=handles[0].checksum ^ 1))
-    log.engine.wake(msgspec.structs.replace(handles[0], version=3))
-    log.run([])
-    for request in later:
-        check([*modules, modules[0]], request, log.samples[request.request_id])
-    assert {version for r in later for version in log.samples[r.request_id].versions()} == {2, 3}
-    deeper = trainer(make_model(tmp_path, **SHAPE | {"num_hidden_layers": 3}), transport=SHARED)
-    with pytest.raises(PublishRefused, match="which this model does not have"):
-        log.publish(deeper.export(4), 4)
-
-
-def test_each_of_two_processes_reads_its_slices_and_no_more(
-    host: VllmHost, models: list[str], handles: list[WeightHandle]
-) -> None:
-    """Of whole parameters, and of the parts that two ranks have put."""
-    shape = model_shape(json.loads((Path(models[0]) / "config.json").read_bytes()), "float32")
-    layout = vllm_layout(shape, VllmParallel(tensor=2), places(2, first=2))
-    engine = host.make(models[0], tensor_parallel=2)
-    for handle, source in zip(
-        handles, (replicated_layout(shape, places(1)), fsdp_layout(shape, places(2))), strict=False
-    ):
-        plan = make_plan(source, layout, cap=1 << 30)
-        expected = tuple(row.received for row in plan.traffic() if row.rank >= 2)
-        assert max(expected) < 0.65 * shape.byte_count, "norms, and the keys and values of the one head, go to both"
-        engine.prepare(handle)
-        assert engine.bytes_read == expected
-        engine.commit(handle.version, "rebuild")
-        assert handle.probe is not None
-        np.testing.assert_allclose(engine.probe(handle.probe.token_ids), handle.probe.logprobs, atol=1e-5)
-
-
-def test_a_family_without_a_table_is_loaded_whole_by_vllm(host: VllmHost, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "first", model_type="llama", attention_bias=True, **SHAPE)
-    other = make_model(tmp_path / "other", model_type="llama", attention_bias=True, seed=1, **SHAPE)
-    log, follows = Log(host.make(model)), trainer(other, transport=SHARED)
-    weights = follows.export(1)
-    log.publish(weights, 1)
-    assert log.engine.bytes_read == ()  # type: ignore[attr-defined]
-    request = make_requests(1)[0]
-    check([None, AutoModelForCausalLM.from_pretrained(other)], request, log.run([request])[request.request_id])
-    with pytest.raises(PublishRefused, match="announced with checksum"):
-        log.engine.prepare(msgspec.structs.replace(weights, version=2, checksum=weights.checksum ^ 1))
-    log.take(log.engine.sleep())
-    log.engine.wake(msgspec.structs.replace(weights, version=2))
-    again = msgspec.structs.replace(request, request_id="again")
-    assert log.run([again])["again"].token_ids == log.samples[request.request_id].token_ids
-
-
-def test_M1_memory_goes_with_sleep_and_comes_back_once(host: VllmHost, tmp_path: Path) -> None:
-    """Awake: two sets of weights. Asleep: none. Woken: one, and nowhere on the way there a second."""
-    large = make_model(tmp_path, **SHAPE | {"hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 8192})
-    follows = trainer(large, transport=SHARED)
-    log = Log(host.make(large, kv_cache_bytes=16 << 20))
-    first, size, cache = follows.export(0), 2 * 3 * 256 * 8192 * 4, 16 << 20
-    log.publish(first, 0)
-    requests = make_requests(4, max_tokens=12, stops=())
-    log.run(requests, steps=4)
-    awake = host.memory("RssAnon")
-    log.take(log.engine.sleep())
-    asleep = host.memory("RssAnon")
-    assert awake - asleep > 1.8 * size
-    host.forget_peak()
-    before = host.memory("VmHWM")
-    log.engine.wake(first)
-    assert host.memory("VmHWM") - before < 1.5 * size + cache, "what they are read from was mapped before"
-    assert 0.9 * size < host.memory("RssAnon") - asleep < 1.5 * size + cache
-    log.run([])
-    for request in requests:
-        check([AutoModelForCausalLM.from_pretrained(large)], request, log.samples[request.request_id])
-
-
 def test_bfloat16_stays_near_the_trainer(
     host: VllmHost, models: list[str], handles: list[WeightHandle], modules: list[Any]
 ) -> None:
@@ -413,7 +286,7 @@ def test_bfloat16_stays_near_the_trainer(
     log.publish(handles[0], 0)
     requests = make_requests(24)
     samples = log.run(requests)
-    found = trainer(models[0], dtype="bfloat16").logprobs(batch(requests, samples))
+    found = trainer(models[0], dtype="bfloat16").logprobs(batch_of(requests, samples))
     gaps = np.concatenate([np.abs(f - samples[r.request_id].logprobs) for r, f in zip(requests, found, strict=True)])
     assert gaps.max() < 0.15
     assert gaps.mean() < 0.03

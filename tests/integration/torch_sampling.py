@@ -7,12 +7,23 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from asyncrlhf.abc import GenerateEngine
 from asyncrlhf.backends.torch.options import SamplerOptions
 from asyncrlhf.backends.torch.sample import TorchSampler
-from asyncrlhf.messages import EngineEvent, Finished, GenerateRequest, Progress, Rejected, Sample, WeightHandle
+from asyncrlhf.messages import (
+    ArrayColumn,
+    EngineEvent,
+    Finished,
+    GenerateRequest,
+    Progress,
+    Rejected,
+    Sample,
+    TrainBatch,
+    WeightHandle,
+)
 from tests.integration.torch_scene import reference_logprobs
 
 
@@ -67,3 +78,18 @@ def check(modules: list[Any], request: GenerateRequest, sample: Sample) -> None:
     assert not set(sample.token_ids[:-1]) & set(request.stop_token_ids)
     assert stopped or len(sample.token_ids) == request.max_tokens
     assert len(sample.token_ids) <= request.max_tokens
+
+
+def batch_of(requests: list[GenerateRequest], samples: dict[str, Sample]) -> TrainBatch:
+    """Answers as a trainer gets them."""
+    answers = [samples[request.request_id].token_ids for request in requests]
+    rows = [np.asarray([*r.prompt_token_ids, *a], np.int32) for r, a in zip(requests, answers, strict=True)]
+    lengths = tuple(len(answer) for answer in answers)
+    return TrainBatch(
+        train_step=0,
+        prompt_lengths=tuple(len(request.prompt_token_ids) for request in requests),
+        response_lengths=lengths,
+        unmasked=lengths,
+        rollouts=tuple(range(len(rows))),
+        columns={"token_ids": ArrayColumn("sequence", tuple(rows))},
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from asyncrlhf.backends.megatron import cpu
 from asyncrlhf.backends.megatron.exchange import load
@@ -16,10 +17,12 @@ from asyncrlhf.backends.megatron.model import Model
 from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.megatron.parallel import Standing, leave, stand, start_alone
 from asyncrlhf.backends.megatron.sizes import require_fits
+from asyncrlhf.backends.torch.away import Away, give_back
 from asyncrlhf.backends.torch.data import Rows, split_by_row
 from asyncrlhf.backends.torch.engine import TorchEngine
 from asyncrlhf.backends.torch.model import pick_device, read_config
 from asyncrlhf.backends.torch.world import World, meet, open_store, own_device
+from asyncrlhf.errors import GroupError
 from asyncrlhf.messages import Array, TrainBatch
 
 __all__ = ("MegatronEngine",)
@@ -31,7 +34,8 @@ class MegatronEngine(TorchEngine):
     """One rank of a model."""
 
     Options = MegatronOptions
-    _model: Model
+    _built: Model
+    _away: Away | None = None
     _store: Any = None
 
     def __init__(self, options: MegatronOptions) -> None:
@@ -63,16 +67,45 @@ class MegatronEngine(TorchEngine):
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         with cpu.calling():
-            self._model = Model(self.options, self._config, self._device, stand(self.options, world, timeout))
+            self._built = Model(self.options, self._config, self._device, stand(self.options, world, timeout))
             load(self._model)
+
+    @property
+    def _model(self) -> Model:
+        if self._away is not None:
+            raise GroupError(f"model = {self.options.model!r} is asked for something while it is offloaded; onload it")
+        return self._built
+
+    def offload(self) -> None:
+        """With device = "cpu" everything stays where it is, since it would move there."""
+        if self._away is None:
+            kept, gradients = (
+                [t for t in some if t.device.type != "cpu"] for some in (self._held(), self._gradients())
+            )
+            self._away = Away(kept, gradients)
+            give_back()
+
+    def onload(self) -> None:
+        if self._away is not None:
+            self._away.back()
+            self._away = None
+
+    def _held(self) -> Iterator[Tensor]:
+        """What the next verb depends on."""
+        for chunk in self._model.chunks:
+            yield from (tensor.detach() for tensor in (*chunk.parameters(), *chunk.buffers()))
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Memory that is zero between two verbs."""
+        yield from ()
 
     @property
     def _standing(self) -> Standing:
         return self._model.standing
 
     def close(self) -> None:
-        if "_model" in vars(self):
-            leave(self._standing.world)
+        if "_built" in vars(self):
+            leave(self._built.standing.world)
         super().close()
 
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:

@@ -4,7 +4,7 @@ other in every verb."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,16 @@ class MegatronTrainer(MegatronEngine, TrainEngine):
         self._catalogue = Catalogue(self._model)
         layout = layout_of(self._catalogue, self.options.dtype)
         self._publisher = ShardPublisher(self.options.transport, layout, world.rank, world.everyones)
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from super()._held()
+        for adamw in self._optimizer.adamws():
+            yield from (parameter.detach() for group in adamw.param_groups for parameter in group["params"])
+            yield from (kept for own in adamw.state.values() for kept in own.values() if isinstance(kept, Tensor))
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for chunk in self._model.wrapped:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
     def step(self, batch: TrainBatch, loss: Packed) -> StepResult:
         """One optimizer step; see TrainEngine. Raises ConfigError for reduction "constant" without

@@ -17,18 +17,21 @@ __all__ = ("Away", "give_back")
 
 
 class Away:
-    """The bytes of `tensors`, which have none until `back`; tensors that share memory are kept once."""
+    """The bytes of `tensors`, which have none until `back`; those of `gradients` are not kept, and come back as zeros.
+    Tensors that share memory are one."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in local)}
-        self._kept: list[tuple[UntypedStorage, UntypedStorage]] = []
-        for storage in storages.values():
-            self._kept.append((storage, storage.clone() if storage.device.type == "cpu" else storage.cpu()))
+    def __init__(self, tensors: Iterable[Tensor], gradients: Iterable[Tensor] = ()) -> None:
+        self._emptied = [(storage, storage.nbytes()) for storage in _storages(gradients)]
+        self._kept = [
+            (storage, storage.clone() if storage.device.type == "cpu" else storage.cpu())
+            for storage in _storages(tensors)
+        ]
+        for storage, _ in (*self._emptied, *self._kept):
             storage.resize_(0)
 
     @property
     def byte_count(self) -> int:
+        """What is kept."""
         return sum(kept.nbytes() for _, kept in self._kept)
 
     def back(self) -> None:
@@ -37,6 +40,15 @@ class Away:
             storage, kept = self._kept.pop()
             storage.resize_(kept.nbytes())
             storage.copy_(kept, False)
+        while self._emptied:
+            storage, size = self._emptied.pop()
+            storage.resize_(size)
+            storage.fill_(0)
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return list({storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in local)}.values())
 
 
 def give_back() -> None:

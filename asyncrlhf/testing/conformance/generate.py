@@ -200,6 +200,30 @@ def weights_that_are_not_those_announced_are_refused_and_the_old_ones_stay(subje
     assert subject.engine.version == 1
 
 
+def L9_answers_go_on_behind_an_update_that_failed(subject: GenerateSubject) -> None:
+    """Running and waiting ones, without another word to the engine; then as under the version after it."""
+    subject.publish(0)
+    requests = [subject.request(max_tokens=9, stop_token_ids=()) for _ in range(6)]
+    events = list(subject.engine.add(requests))
+    for _ in range(3):
+        events += subject.engine.step()
+    subject.train()
+    weights = subject.export(1)
+    for _ in range(2):
+        refusal(PublishRefused, lambda: subject.engine.prepare(replace(weights, checksum=weights.checksum ^ 1)))
+        events += subject.engine.step()
+    events += subject.rest(subject.engine)
+    require_counted(events)
+    for request in requests:
+        sample = samples_of(events)[request.request_id]
+        assert sample.versions() == (0,) * 9
+        require_logprobs(subject, request, sample)
+    subject.engine.prepare(weights)
+    subject.engine.commit(1, "rebuild")
+    later = subject.request()
+    assert set(samples_of(subject.run(later))[later.request_id].versions()) == {1}
+
+
 def a_commit_needs_its_prepare(subject: GenerateSubject) -> None:
     subject.publish(0)
     assert "0" in refusal(Exception, lambda: subject.engine.commit(0, "rebuild"))
@@ -219,6 +243,7 @@ GENERATE_ENGINE: tuple[Callable[[GenerateSubject], None], ...] = (
     requests_that_cannot_be_answered_are_rejected_and_the_others_are,
     nothing_is_sampled_before_the_first_weights,
     weights_that_are_not_those_announced_are_refused_and_the_old_ones_stay,
+    L9_answers_go_on_behind_an_update_that_failed,
     a_commit_needs_its_prepare,
     *SLEEPING,
 )
