@@ -14,8 +14,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
-from msgspec.structs import replace
-
+from asyncrlhf.control.announced import Announced
 from asyncrlhf.control.closing import step_ended
 from asyncrlhf.control.evaluation import Evaluator
 from asyncrlhf.control.membership import Membership
@@ -70,8 +69,7 @@ class Coordinator:
         self._probe_gap, self._largest_gap = probe_gap, 0.0
         self._state = state
         self._members = Membership((r.key for f in followers for r in f.replicas), gate.ledger.step)
-        self._weights: dict[str, WeightHandle] = {}
-        self._whole: dict[str, WeightHandle] = {}
+        self._announced = Announced()
         self._joined = asyncio.Event()
         self._fenced: list[str] = []
         self._step_began = self._elapsed()
@@ -80,7 +78,7 @@ class Coordinator:
         self._stop = asyncio.Event()
         for follower in followers:
             follower.on_failure = self._failed(follower)
-            follower.newest = partial(self._newest, follower)
+            follower.newest = partial(self._announced.whole, follower.follows)
         gate.whereabouts = lambda uid, attempt: ", ".join(k for f in followers for k in f.engines_of(uid, attempt))
 
     @property
@@ -282,7 +280,7 @@ class Coordinator:
 
     async def _one(self, phase: Phase, follower: Follower, replica: Replica) -> None:
         incarnation = self._members.incarnation[replica.key]
-        weights = self._weights[follower.follows]
+        weights = self._announced.last[follower.follows]
         try:
             if phase == "commit" and self._mode == "drain":
                 with self._waiting(replica.key, 'its answers, publish.mode = "drain"'):
@@ -311,18 +309,11 @@ class Coordinator:
     def _remember(self, moved: Sequence[WeightHandle]) -> None:
         """What engines that come to serve are sent from now on."""
         for group, weights in zip(self._sources, moved, strict=True):
-            self._weights[group.name] = weights
-            if weights.changed or group.name not in self._whole:
-                self._whole[group.name] = replace(weights, changed=True)
-
-    def _newest(self, follower: Follower) -> WeightHandle | None:
-        """What an engine takes that has none, all of it; None: nothing has been exported yet."""
-        whole = self._whole.get(follower.follows)
-        return None if whole is None else replace(whole, version=self._weights[follower.follows].version)
+            self._announced.take(group.name, weights)
 
     async def _send(self, follower: Follower, replica: Replica) -> int:
         """Both phases for an engine that does not serve yet; gives the version it then holds. Raises GroupError."""
-        weights = self._newest(follower)
+        weights = follower.newest()
         assert weights is not None
         try:
             async with follower.turn.taken(), asyncio.timeout(self._timeout):
@@ -392,11 +383,11 @@ class Coordinator:
         """Bring an engine to the newest version, or to the one in flight once a publish has begun."""
         version = -1
         while version < self._members.target:
-            newest = self._weights[follower.follows].version
+            newest = self._announced.last[follower.follows].version
             try:
                 version = await self._send(follower, replica)
             except PublishRefused:
-                if self._weights[follower.follows].version == newest:
+                if self._announced.last[follower.follows].version == newest:
                     raise  # not because newer weights have taken their place
 
     def _end_step(self, step: int, *, void: str = "") -> None:

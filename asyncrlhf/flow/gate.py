@@ -51,7 +51,7 @@ class Gate:
         self.last_failure: BaseException | None = None
         self.whereabouts: Callable[[int, int], str] = lambda uid, attempt: ""
         """Where the answers of a lease (uid, attempt) are, in words; set by whoever sends them to engines."""
-        self.on_moved: Callable[[], None] = _nothing
+        self.on_moved: Callable[[], None] = lambda: None
         """Called behind every transaction."""
         self._rows, self._emit = rows, emit
         self._wait_timeout = wait_timeout
@@ -403,7 +403,3 @@ class Gate:
                 trainer.set_exception(error)
             else:
                 trainer.set_result(None)
-
-
-def _nothing() -> None:
-    pass

@@ -27,6 +27,9 @@ from asyncrlhf.placement.workload import Workload
 
 __all__ = ("MeasuredRun", "read_run")
 
+SHARED = ("colocate", "flattening", "interleaving", "alternating", "standalone", "split")
+"""Strategies that put rollout engines and policy on the same devices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
@@ -45,6 +48,8 @@ class MeasuredRun:
     slots: int
     trainers: int
     """Engines that take optimizer steps."""
+    shared: bool = False
+    """Rollout engines and trainers took turns on the same devices."""
     steps: int
     step_s: float
     """Without checkpoints."""
@@ -98,17 +103,25 @@ class MeasuredRun:
         self,
         rules: LedgerRules | None = None,
         *,
-        strategy: str = "async",
+        strategy: str | None = None,
         engines: int | None = None,
         reward_scale: float = 1.0,
         length_scale: float = 1.0,
     ) -> Pipeline:
-        """As it ran, or another way. `strategy`: "async" (as measured: pools of their own), "alternating" (all engines
-        of both pools generate and train their share in turn) or "colocate" (one pool of the trainers' devices)."""
+        """As it ran, or another way. `strategy`: "async" (pools of their own), "alternating" (all engines of both pools
+        generate and train their share in turn) or "colocate" (one pool of the trainers' devices); of a run whose pools
+        were shared only itself is known. Raises ConfigError."""
         engines = self.engines if engines is None else engines
-        shared = strategy != "async"
+        shared = self.shared if strategy is None else strategy != "async"
         share = 1.0
-        if strategy == "alternating":
+        if strategy is None:
+            pass
+        elif self.shared:
+            raise ConfigError(
+                f'strategy = "{strategy}" takes a run with pools of their own, and {self.directory} shared them; '
+                'calibrate with a run of "async"'
+            )
+        elif strategy == "alternating":
             engines, share = engines + self.trainers, self.trainers / (engines + self.trainers)
         elif strategy == "colocate":
             engines = self.trainers
@@ -209,6 +222,7 @@ def _measure(
         engines=started.groups[rollout].ranks if rollout in started.groups else 1,
         slots=_get(config, 256, "groups", rollout, "concurrency"),
         trainers=max(1, sum(trainers)),
+        shared=_get(config, "", "placement", "strategy") in SHARED and _get(config, "", "placement", "turns") != "none",
         steps=len(steady),
         step_s=elapsed / len(steady),
         lengths=tuple(lengths),

@@ -34,7 +34,7 @@ class Setting(Table, frozen=True, kw_only=True):
     length_scale: PositiveAmount = 1.0
     """Factor on the length of answers."""
     strategy: str | None = None
-    """async, alternating or colocate."""
+    """async, alternating or colocate, of a run whose pools were not shared; left out: as it was."""
     steps: Positive = STEPS
     """Train steps to simulate."""
 
@@ -60,7 +60,8 @@ def predictions(run: MeasuredRun, table: Mapping[str, Any]) -> list[Prediction]:
         for bound in (0, 1, 2, 4)
         if bound != run.max_staleness
     )
-    found.append(_predict(run, "strategy=alternating", Setting(max_staleness=0, strategy="alternating")))
+    if not run.shared:
+        found.append(_predict(run, "strategy=alternating", Setting(max_staleness=0, strategy="alternating")))
     return found
 
 
@@ -76,12 +77,13 @@ def _predict(run: MeasuredRun, name: str, setting: Setting) -> Prediction:
     rules: LedgerRules = run.rules(**changes)
     pipeline = run.pipeline(
         rules,
-        strategy=setting.strategy or "async",
+        strategy=setting.strategy,
         engines=setting.replicas,
         reward_scale=setting.reward_scale,
         length_scale=setting.length_scale,
     )
-    devices = pipeline.engines + (0 if pipeline.shared else run.trainers)
+    devices = max(pipeline.engines, run.trainers if run.shared else 0)
+    devices += 0 if pipeline.shared else run.trainers
     return Prediction(name, simulate(pipeline, setting.steps), rules.max_staleness, rules.lookahead, devices)
 
 

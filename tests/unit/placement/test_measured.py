@@ -291,3 +291,19 @@ def test_a_run_that_chose_its_lookahead_keeps_it_under_another_bound(tmp_path: P
     as_it_ran, alternating = (next(x for x in table if x.startswith(name)) for name in ("as it ran", "strategy="))
     assert as_it_ran.split()[3:5] == ["0/0", "2"]
     assert alternating.split()[1:3] == ["0/0", "2"]
+
+
+def test_a_run_on_shared_devices_is_replayed_on_them(tmp_path: Path) -> None:
+    """Half of its step is generation and half is training, on one device; without a bound they still take turns."""
+    write_run(tmp_path)
+    apart = read_run(tmp_path)
+    (tmp_path / "config.toml").write_text('[placement]\nstrategy = "colocate"\n')
+    together = read_run(tmp_path)
+    assert (apart.shared, together.shared) == (False, True)
+    found = predictions(together, {"max_staleness": 2, "steps": 30})
+    assert [each.devices for each in found] == [1, 1]
+    assert found[1].result.generate + found[1].result.train < 1.02
+    assert predictions(apart, {"max_staleness": 2, "steps": 30})[1].result.step < found[1].result.step
+    assert not any("alternating" in each.name for each in predictions(together, {}))
+    with pytest.raises(ConfigError, match='strategy = "async" takes a run with pools of their own'):
+        predictions(together, {"strategy": "async"})
