@@ -243,5 +243,7 @@ def _knock(address: str | None) -> None:
 
 
 def _kill(actor: Any) -> None:
+    if not ray.is_initialized():  # it has ended with its Ray, and ray.kill would join another one
+        return
     with contextlib.suppress(RayError, RuntimeError, ValueError):
         ray.kill(actor, no_restart=True)
