@@ -60,6 +60,8 @@ class Metrics:
     the first trained group. Other groups have `<group>/<metric>`, for example `critic/loss`, `critic/grad_norm`,
     `critic/learning_rate`; <metric> may be a measure of the group's loss (`loss/clip_fraction`, `critic/clip_fraction`,
     `loss/accuracy`) or of a transform computed beside it (`critic/explained_variance`, `critic/scaled_reward`).
+    `publish_count` and `published_version` leave out a publish that goes on beside the next step, whose row has its
+    `time/publish` and `time/exposed_sync`.
     `state/<field>` are the numbers in the algorithm's state (PPO: `state/kl` to the reference in nats per answer,
     `state/kl_coefficient`, `state/rewards/mean`). `probe_gap` is the largest difference between a rollout engine and
     its trainer right after a publish, on fixed tokens, in nats. A mean over anything not finite is null. An evaluation
