@@ -129,9 +129,12 @@ def _weighted(runs: Tensor, grain: int, count: int, box: Sequence[tuple[int, int
     if grain > 1:
         box = (*box[:-1], (box[-1][0] // grain, -(-box[-1][1] // grain)))
         shape = (*shape[:-1], shape[-1] // grain)
+    weights, last = _weights(str(runs.device)), math.prod(shape) // BLOCK
+    if runs.device.type == "cpu" and runs.numel() == math.prod(shape) <= BLOCK:  # all of a tensor, and one block
+        value = int(torch.dot(runs.reshape(-1).to(torch.int64), weights[: runs.numel()]))
+        return (count * pow(_BASE, last + 1, 1 << 64) + value * pow(_BASE, last, 1 << 64)) & _MASK
     starts, length, pitch, together = _stretches(box, shape)
     bits = runs.reshape(len(starts), length)
-    weights = _weights(str(runs.device))
     step = 1 if runs.device.type == "cpu" else BLOCKS_AT_ONCE
     sums: list[Tensor] = []
     blocks: list[int] = []
@@ -165,7 +168,6 @@ def _weighted(runs: Tensor, grain: int, count: int, box: Sequence[tuple[int, int
             add(part[0] if len(part) == 1 else part, weights, block + first, len(part))
         if rest := len(run) - whole * BLOCK:
             add(run[whole * BLOCK :], weights[:rest], block + whole)
-    last = math.prod(shape) // BLOCK
     found = cast("list[int]", (torch.cat(sums) if len(sums) > 1 else sums[0]).tolist()) if sums else []
     terms = [(last + 1, count), *((last - block, value) for block, value in zip(blocks, found, strict=True))]
     return sum(value * pow(_BASE, power, 1 << 64) for power, value in terms) & _MASK

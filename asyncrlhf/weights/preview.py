@@ -17,6 +17,7 @@ from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
 from asyncrlhf.weights.plan import describe, make_plan
 from asyncrlhf.weights.shapes import ModelShape, model_shape
 from asyncrlhf.weights.torch_layout import checkpoint_layout, fsdp_layout, replicated_layout
+from asyncrlhf.weights.vllm_layout import VllmParallel, vllm_layout
 
 __all__ = ("plan_lines",)
 
@@ -55,7 +56,11 @@ def _lines(trained: TorchTrain | MegatronTrain, rollout: RolloutTable, file: Pat
             return [f"  {shape.byte_count / (1 << 30):.1f} GiB from {trained.ranks} ranks to {engines} processes"]
         source = without_replicas(_layout(trained, shape))
         engine_places = places(engines, first=trained.ranks)
-        plan = make_plan(source, checkpoint_layout(shape, engine_places), cap=BUCKET)
+        if isinstance(rollout, VllmRollout):
+            needed = vllm_layout(shape, VllmParallel(tensor=rollout.tensor_parallel), engine_places)
+        else:
+            needed = checkpoint_layout(shape, engine_places)
+        plan = make_plan(source, needed, cap=BUCKET)
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as problem:
         return [f"  its bytes are not known: {str(problem) or type(problem).__name__}"]
     lines = describe(plan).splitlines()

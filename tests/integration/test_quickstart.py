@@ -41,7 +41,7 @@ def results(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return json.loads((run / "summary.json").read_text()), rows
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_quickstart_learns_with_bounded_staleness(directory: Path) -> None:
     config = str(ROOT / "configs" / "quickstart.toml")
     asyncrlhf(directory, config)
@@ -68,7 +68,7 @@ def test_quickstart_learns_with_bounded_staleness(directory: Path) -> None:
     assert tokenizer.decode(answer, skip_special_tokens=True) == "olleh"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_quickstart_learns_with_vllm_too(directory: Path) -> None:
     """A fifth of its steps; the warm-up is the one that the run above has left, or is made here."""
     asyncrlhf(directory, str(ROOT / "configs" / "quickstart_vllm.toml"), "train_steps=40")
