@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 
 from asyncrlhf.errors import GroupError, PublishRefused
+from asyncrlhf.messages import WeightHandle, import_object
 from asyncrlhf.messages.samples import Message
 from asyncrlhf.weights.pair import SECONDS, Pair, Talk, gpu_of, open_store
+from asyncrlhf.weights.parts import ASSEMBLED
 from asyncrlhf.weights.shared import Layout, SharedMemoryTransfer
 from asyncrlhf.weights.whereabouts import address, machine
 
-__all__ = ("CollectiveTransfer", "NodeTransfer", "parcels")
+__all__ = ("CollectiveTransfer", "NodeTransfer", "is_shared_here", "parcels")
 
 LOST = (OSError, EOFError, RuntimeError)
 
@@ -90,6 +92,17 @@ class NodeTransfer(CollectiveTransfer):
     """A WeightTransfer whose engines read the trainer's memory where they are on its machine, and else ask it."""
 
     shares_memory = True
+
+
+def is_shared_here(weights: WeightHandle) -> bool:
+    """Whether every process of this machine can read these weights in place."""
+    path, shards = weights.transport, (weights.payload,)
+    if path == ASSEMBLED:
+        path, shards = weights.payload["transport"], weights.payload["shards"]
+    kind = import_object(path)
+    if kind is NodeTransfer:
+        return all(shard["machine"] == machine() for shard in shards)
+    return kind is SharedMemoryTransfer
 
 
 class _Comes(Message, frozen=True):

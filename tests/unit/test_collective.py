@@ -12,14 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from asyncrlhf.errors import GroupError, PublishRefused
+from asyncrlhf.messages import WeightHandle
 from asyncrlhf.weights import whereabouts
 from asyncrlhf.weights.assemble import AssembledTransfer
-from asyncrlhf.weights.collective import CollectiveTransfer, NodeTransfer, _Comes, _Intake, _Meets, parcels
+from asyncrlhf.weights.collective import (
+    CollectiveTransfer,
+    NodeTransfer,
+    _Comes,
+    _Intake,
+    _Meets,
+    is_shared_here,
+    parcels,
+)
 from asyncrlhf.weights.layout import places
 from asyncrlhf.weights.pair import Pair, Talk
-from asyncrlhf.weights.parts import assembled
+from asyncrlhf.weights.parts import ASSEMBLED, assembled
 from asyncrlhf.weights.shared import SharedMemoryTransfer
 from asyncrlhf.weights.torch_layout import fsdp_layout
 from tests.integration.reshard_scene import DENSE, held, same_bits
@@ -65,6 +75,24 @@ def test_engines_of_the_trainers_machine_read_its_memory_and_others_ask_for_it(
     monkeypatch.setenv(whereabouts.NODE, "node b")
     require_whole(dict(NodeTransfer(CAP).receive(payload)), 0)
     assert "by gloo" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "here", "elsewhere"),
+    [(NodeTransfer, True, False), (SharedMemoryTransfer, True, True), (CollectiveTransfer, False, False)],
+)
+def test_processes_that_an_engine_starts_read_in_place_what_is_in_the_memory_of_their_machine(
+    kind: type[Any], here: bool, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(whereabouts.NODE, "node a")
+    sender, path = kind(), f"{kind.__module__}:{kind.__name__}"
+    layout = fsdp_layout(DENSE, places(1))
+    own = sender.send(0, model_weights(DENSE, 0))
+    alone = WeightHandle(version=0, checksum=0, changed=True, byte_count=0, transport=path, payload=own)
+    parts = replace(alone, transport=ASSEMBLED, payload=assembled(layout, path, 0, [own]))
+    assert is_shared_here(alone) is is_shared_here(parts) is here
+    monkeypatch.setenv(whereabouts.NODE, "node b")
+    assert is_shared_here(alone) is is_shared_here(parts) is elsewhere
 
 
 def test_a_pair_lasts_over_publishes(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from asyncrlhf.abc import GenerateEngine
+from asyncrlhf.abc import GenerateEngine, WeightTransfer
 from asyncrlhf.backends.requests import already_complete, why_not
 from asyncrlhf.backends.vllm.answers import Answer
 from asyncrlhf.backends.vllm.core import Core, SamplingParams
 from asyncrlhf.backends.vllm.options import VllmOptions
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.messages import EngineEvent, GenerateRequest, Rejected, WeightHandle, import_object
+from asyncrlhf.weights.collective import is_shared_here
 from asyncrlhf.weights.pull import Receipt, require_whole
 from asyncrlhf.weights.shared import SharedMemoryTransfer
 
@@ -47,6 +48,7 @@ class VllmSampler(GenerateEngine):
         self.bytes_read: tuple[int, ...] = ()
         """Of the weights that came last, by each worker; empty where they are loaded whole."""
         self._relay = SharedMemoryTransfer()
+        self._transports: dict[str, WeightTransfer] = {}
         self._salt = ""
         """Of cached prefixes: changes with the weights, and only then."""
 
@@ -157,7 +159,7 @@ class VllmSampler(GenerateEngine):
         self._require("wake", asleep=True)
         try:
             self._bring("asyncrlhf_wake", weights)
-        except PublishRefused:
+        except (PublishRefused, GroupError):
             self._core.on_workers("asyncrlhf_sleep")
             raise
         self._core.on_workers("asyncrlhf_wake_cache")
@@ -181,10 +183,13 @@ class VllmSampler(GenerateEngine):
         self.bytes_read = tuple(receipt.byte_count for receipt in receipts)
 
     def _within_reach(self, weights: WeightHandle) -> WeightHandle:
-        """Weights that processes which vLLM has started can read, too: Ray, say, does not know them."""
-        if self.options.tensor_parallel == 1 or RELAY in (weights.transport, weights.payload.get("transport")):
+        """Weights that processes which vLLM has started can read, too: Ray, say, does not know them, and what is on
+        another machine need not come once for each of them."""
+        if self.options.tensor_parallel == 1 or is_shared_here(weights):
             return weights
-        received = dict(import_object(weights.transport)().receive(weights.payload))
+        if weights.transport not in self._transports:
+            self._transports[weights.transport] = import_object(weights.transport)()
+        received = dict(self._transports[weights.transport].receive(weights.payload))
         payload = self._relay.send(weights.version, received)
         return msgspec.structs.replace(weights, transport=RELAY, payload=payload)
 
