@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,16 @@ class _Engine:
             (a, b, same), (c, d, _) = self.slices.popleft(), self.slices.popleft()
             self.slices.appendleft((a, b + (d - c), same))
 
+    def forget(self, low: float, high: float) -> None:
+        """Leave out what lies between these two moments, if the second is later."""
+        if high <= low:
+            return
+        kept: deque[tuple[float, float, bool]] = deque()
+        for start, end, generates in self.slices:
+            parts = ((start, min(end, low)), (max(start, high), end))
+            kept.extend((first, last, generates) for first, last in parts if first < last)
+        self.slices = kept
+
     def take(self, until: float, budget: float) -> tuple[float, float]:
         """Busy seconds before `until`, at most `budget`: (generating, anything else). The rest stays for later."""
         spent = {True: 0.0, False: 0.0}
@@ -70,13 +81,15 @@ class BusyShares:
 
 class BusyMeter:
     """Adds up EngineBusy slices, at most the length of the step per engine; a slice reported late counts in the step
-    that hears of it, so that nothing is lost and no share exceeds 1."""
+    that hears of it, so that nothing is lost and no share exceeds 1. What engines do between steps (they start, or
+    save) is no step's."""
 
     def __init__(self) -> None:
         self._shapes: dict[str, GroupShape] = {}
         self._engines: dict[str, dict[int, _Engine]] = {}
         self._generating: set[str] = set()
         self._training: list[str] = []
+        self._closed = -math.inf
 
     def declare(self, shapes: Mapping[str, GroupShape]) -> None:
         self._shapes.update(shapes)
@@ -103,6 +116,9 @@ class BusyMeter:
 
     def close(self, now: float, seconds: float) -> BusyShares:
         """The step that ended at `now` after `seconds`."""
+        for engine in (engine for engines in self._engines.values() for engine in engines.values()):
+            engine.forget(self._closed, now - seconds)
+        self._closed = now
         groups: dict[str, float] = {}
         busy, swaps, ranks = {"generate": 0.0, "train": 0.0}, 0.0, {"generate": 0, "train": 0}
         for name in sorted(self._shapes.keys() | self._engines.keys()):

@@ -40,7 +40,7 @@ def test_L7_a_lost_vllm_engine_is_replaced_and_every_prompt_is_trained_once(fork
     assert scene.lineage(run).consumed == dict.fromkeys(range(40), 1)
     assert scene.summary(run)["staleness"]["max_token_lag"] <= 2
     gaps = [row["logprob_gap"] for row in scene.rows(run) if row.get("logprob_gap") is not None]
-    probes = [row["probe_gap"] for row in scene.rows(run)]
+    probes = [row["probe_gap"] for row in scene.rows(run) if "probe_gap" in row]
     assert max(gaps) < 1e-4
     assert max(probes) < 1e-4
 
@@ -50,7 +50,7 @@ def test_a_vllm_engine_is_a_ray_actor_too(forks: Forks, tmp_path: Path) -> None:
     child = forks.start(tmp_path, name)
     assert child.wait(PATIENCE) == 0, child.text
     assert scene.lineage(run).consumed == dict.fromkeys(range(40), 1)
-    assert max(row["probe_gap"] for row in scene.rows(run)) < 1e-4
+    assert max(row["probe_gap"] for row in scene.rows(run) if "probe_gap" in row) < 1e-4
 
 
 def test_L7_megatron_and_vllm_learn_although_an_engine_dies_between_prepare_and_commit(
@@ -83,7 +83,7 @@ off_policy = "decoupled"
     assert "engine rollout/0 is back" in child.text
     rows = scene.rows(run)
     assert [row["train_step"] for row in rows] == list(range(30))
-    assert max(row["probe_gap"] for row in rows) < 1e-4
+    assert max(row["probe_gap"] for row in rows if "probe_gap" in row) < 1e-4
     assert {e.rank for e in scene.events(run) if isinstance(e, EngineBusy) and e.group == "policy"} == {0, 1}
     for directory in (run, tmp_path / "torch"):
         reward = scene.summary(directory)["reward"]

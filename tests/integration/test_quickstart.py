@@ -79,6 +79,6 @@ def test_quickstart_learns_with_vllm_too(directory: Path) -> None:
     assert sum(rewards[:3]) / 3 < 0.55
     assert sum(rewards[-5:]) / 5 >= 0.62, rewards
     assert 0 < summary["staleness"]["max_token_lag"] <= 2
-    assert max(row["probe_gap"] for row in rows) < 1e-4
+    assert max(row["probe_gap"] for row in rows if "probe_gap" in row) < 1e-4
     tokens = summary["tokens"]
     assert tokens["generated"] == tokens["trained"] + tokens["masked"] + tokens["dropped"] + tokens["open"]

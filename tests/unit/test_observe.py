@@ -420,6 +420,22 @@ def test_busy_seconds_are_cut_at_step_ends_and_never_exceed_the_step() -> None:
     assert meter.close(10.5, 2.0).groups["rollout"] == pytest.approx(0.25)
 
 
+def test_what_engines_do_between_steps_counts_in_no_step() -> None:
+    """They start before the first one, and save between two."""
+    meter = BusyMeter()
+    meter.declare({"policy": GroupShape("policy", 1)})
+
+    def busy(start: float, end: float, work: str = "step") -> None:
+        meter.add(EngineBusy(group="policy", rank=0, start=start, end=end, work=work, token_count=0))
+
+    busy(0.0, 5.0, "join")
+    busy(10.0, 11.0)
+    assert meter.close(12.0, 3.0).groups["policy"] == pytest.approx(1.0)
+    busy(11.5, 14.0, "save_state")
+    busy(14.0, 15.0)
+    assert meter.close(16.0, 2.0).groups["policy"] == pytest.approx(1.5)
+
+
 def test_undeclared_groups_are_judged_by_what_they_do() -> None:
     meter = BusyMeter()
     for group, work in (("sampler", "generate"), ("actor", "step"), ("judge", "score")):
