@@ -57,6 +57,16 @@ class Placement(Table, frozen=True, kw_only=True):
                 f'shared_shadow = true and strategy = "{self.strategy}": only "separation" has a shadow; set that, or '
                 "remove the first"
             )
+        if self.strategy is None and not self.sets:
+            for key, value in (("turns", self.turns), ("devices", self.devices)):
+                if value not in ("auto", 0):
+                    shown = f'"{value}"' if isinstance(value, str) else value
+                    raise ConfigError(
+                        f"{key} = {shown}, and neither strategy nor sets says which groups share devices; set one, or "
+                        "remove the first"
+                    )
+        if [] in self.sets:
+            raise ConfigError(f"sets = {self.sets} has a set without groups; remove it")
         if self.node is not None and self.strategy != "auto":
             raise ConfigError(f'node = "{self.node}" is for strategy = "auto", and it is "{self.strategy}"; remove it')
         seen: set[str] = set()

@@ -53,10 +53,10 @@ class Coordinator:
         after_step: Callable[[int], Awaitable[None]] | None = None,
         state: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`rolling`: engines commit one after another. `overlap`: training goes on meanwhile, so no trained group takes
-        turns with one that follows. `timeout`: seconds an engine may take for one phase. `probe_gap`: nats by which an engine that has committed weights may differ from
-        the trainer before it is fenced; 0: it is not asked. `after_step(version)` is awaited at each boundary. `state`:
-        the numbers in the algorithm's state, reported then."""
+        """`rolling`: engines commit one after another. `overlap`: training goes on meanwhile; not where a trained group
+        takes turns with one that follows. `timeout`: seconds an engine may take for one phase. `probe_gap`: nats by
+        which an engine that has committed weights may differ from the trainer before it is fenced; 0: it is not asked.
+        `after_step(version)` is awaited at each boundary. `state`: the algorithm's numbers, reported then."""
         self.publish_count = 0
         self.waits = Waiting()
         self._gate, self._trained, self._followers = gate, trained, followers
