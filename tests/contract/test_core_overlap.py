@@ -66,6 +66,15 @@ def test_a_fast_publish_is_not_waited_for() -> None:
     assert all(event.exposed == 0.0 for event in run.events_of(Published)[:-1])
 
 
+@pytest.mark.parametrize(("with_whom", "beside"), [("reference", True), ("policy", False)])
+def test_a_sampler_in_turn_with_a_reference_takes_weights_while_training_goes_on(with_whom: str, beside: bool) -> None:
+    """And not where it is the trained model that it takes turns with."""
+    sets = ((("rollout", ""), (with_whom, "")),)
+    run = ended(replace(SCENARIO, together=sets, optional=("reference",)))
+    published = run.events_of(Published)
+    assert any(event.exposed < event.seconds for event in published[:-1]) is beside
+
+
 def test_exports_keep_the_trainer_from_the_next_step_and_count_as_exposed() -> None:
     """They run in its engine, ahead of the step: without overlap nothing else is."""
     timing = Timing(verbs={"step": 5.0, "export": 20.0, "prepare": 1.0, "commit": 1.0})

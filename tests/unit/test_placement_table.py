@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from asyncrlhf import launch
-from asyncrlhf.build import places
+from asyncrlhf.build import build_groups, ledger_rules, places
 from asyncrlhf.config.derive import overlaps
 from asyncrlhf.config.load import load
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.flow.gate import Gate
+from asyncrlhf.flow.ledger import Ledger
+from asyncrlhf.groups import TrainGroup
+from asyncrlhf.groups.follower import Follower
+from asyncrlhf.observe import EventLog
 from asyncrlhf.stages import Stage, prepare
+from asyncrlhf.testing.runtime import FakeRuntime
+from asyncrlhf.testing.sources import FakeRows
 from tests.integration.tiny import SCRATCH
+from tests.unit.virtual import virtual
 
 CONFIG = f"""
 algorithm = "algorithms.ppo:PPO"
@@ -249,6 +259,27 @@ def test_models_that_read_at_once_are_on_gpus_of_their_own(sizes: tuple[int, int
 def test_what_contradicts_it_is_refused_with_both_values(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         placed(*overrides)
+
+
+def test_a_critic_s_copy_gets_weights_as_all_others_do() -> None:
+    stage = placed("placement.strategy=separation", "publish.transport=collective")
+
+    @virtual
+    async def main() -> None:
+        models: Any = SimpleNamespace(
+            directories=dict.fromkeys(stage.wiring.engines, "m"), decode=str, stop_token_ids=(), longest=None
+        )
+        rows, log = FakeRows(1), EventLog(None)
+        gate = Gate(Ledger(ledger_rules(stage.config)), rows, log.emit)
+        groups = build_groups(stage.config, stage.wiring, models, FakeRuntime(), gate, log)
+        found = {name: group.specs for name, group in groups.items() if isinstance(group, TrainGroup)}
+        found |= {n: [each.spec for each in g.replicas] for n, g in groups.items() if isinstance(g, Follower)}
+        assert found.keys() == {"policy", "critic", "rollout", "shadow_critic"}
+        assert {cast(Any, spec.options).transport for specs in found.values() for spec in specs} == {
+            "asyncrlhf.weights.collective:CollectiveTransfer"
+        }
+
+    main()
 
 
 def test_engines_of_several_processes_share_no_gpus() -> None:
