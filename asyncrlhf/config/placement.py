@@ -58,13 +58,12 @@ class Placement(Table, frozen=True, kw_only=True):
                 "remove the first"
             )
         if self.strategy is None and not self.sets:
-            for key, value in (("turns", self.turns), ("devices", self.devices)):
-                if value not in ("auto", 0):
-                    shown = f'"{value}"' if isinstance(value, str) else value
-                    raise ConfigError(
-                        f"{key} = {shown}, and neither strategy nor sets says which groups share devices; set one, or "
-                        "remove the first"
-                    )
+            ignored = 'turns = "all"' if self.turns == "all" else f"devices = {self.devices}" if self.devices else ""
+            if ignored:
+                raise ConfigError(
+                    f"{ignored}, and neither strategy nor sets says which groups share devices; set one, or remove the "
+                    "first"
+                )
         if [] in self.sets:
             raise ConfigError(f"sets = {self.sets} has a set without groups; remove it")
         if self.node is not None and self.strategy != "auto":

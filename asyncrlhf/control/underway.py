@@ -29,14 +29,14 @@ class UnderWay:
 
     async def over(self) -> None:
         """Wait until none is under way. Raises what it failed with."""
-        if self._task is None:
+        if (task := self._task) is None:
             return
         self._waits_since = self._now()
         try:
-            await asyncio.wait([self._task])
+            await asyncio.wait([task])
         finally:
             self._waits_since = None
-        task, self._task = self._task, None
+        self._task = None
         if not task.cancelled():  # else its TaskGroup has ended, for another reason
             task.result()
 
