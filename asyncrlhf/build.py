@@ -172,7 +172,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
             )
             for rank in range(_engines(table))
         )
-    return pinned_to_gpus(config, found)
+    return pinned_to_gpus(config, wiring, found)
 
 
 def build_groups(
@@ -221,7 +221,7 @@ def build_groups(
                 model=models.directories[name],
                 temperature=temperature,
                 head=table.head,
-                transport=runtime.transport,
+                transport=TRANSPORTS.get(config.publish.transport, runtime.transport),
             )
             groups[name] = ShadowGroup(
                 name,

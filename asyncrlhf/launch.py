@@ -54,7 +54,7 @@ def check(config: Config) -> str:
     memory = memory_warnings(config.pools, stage.wiring.engines, in_turn, have)
     advice = [f"warning: {text}" for text in (*warnings(facts), *memory)]
     sets = [] if shared is None else set_lines(shared, stage.wiring.engines, config.lookahead or 0)
-    facts_lines = [*derive(config).lines(), *sets, *pool_lines(config, engines), *moved, *advice]
+    facts_lines = [*derive(config, in_turn=stage.in_turn).lines(), *sets, *pool_lines(config, engines), *moved, *advice]
     return f"{stage.text}\n" + "\n".join(facts_lines)
 
 

@@ -16,6 +16,7 @@ from asyncrlhf.abc import Needs, Place
 from asyncrlhf.config.groups import Compute, Frozen, MegatronFrozen, MegatronTrain, Trained, VllmRollout
 from asyncrlhf.config.schema import Config, Pool
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.placement.arrange import READING
 from asyncrlhf.runtimes.feasible import Ask, Node, amounts, shortage
 from asyncrlhf.wiring import Wiring
 
@@ -171,12 +172,16 @@ def pool_lines(config: Config, places: Sequence[Place]) -> Iterator[str]:
             )
 
 
-def pinned_to_gpus(config: Config, places: Mapping[str, Sequence[Place]]) -> dict[str, tuple[Place, ...]]:
+def pinned_to_gpus(
+    config: Config, wiring: Wiring, places: Mapping[str, Sequence[Place]]
+) -> dict[str, tuple[Place, ...]]:
     """The same places; those in a pool see only GPUs of their own, or that they share, in the local runtime: the pools'
-    in the order of their tables, the first engines' first."""
+    in the order of their tables, the first engines' first, and behind them models that read at once."""
     if config.runtime != "local":
         return {name: tuple(group) for name, group in places.items()}
-    gpus = _gpus_of_engines(config, [place for group in places.values() for place in group])
+    interleaved = config.placement.strategy == "interleaving"
+    order = sorted(places, key=lambda name: interleaved and wiring.role(name) in READING)
+    gpus = _gpus_of_engines(config, [place for name in order for place in places[name]])
     return {
         name: tuple(replace(p, gpus=gpus[p.group, p.rank]) if p.needs is not None else p for p in group)
         for name, group in places.items()
@@ -185,7 +190,8 @@ def pinned_to_gpus(config: Config, places: Mapping[str, Sequence[Place]]) -> dic
 
 def _gpus_of_engines(config: Config, places: Sequence[Place]) -> dict[tuple[str, int], tuple[str, ...]]:
     """By group and rank, of engines in pools. In a pool those that need whole GPUs come first; those that share take
-    turns on the rest, so that the ranks of one model are on GPUs of their own where there are as many."""
+    turns on the rest, in the order of `places`, so that the ranks of one model are on GPUs of their own where there are
+    as many, and so are models that follow each other there."""
     gpus, found, begin = visible_gpus(), dict[tuple[str, int], tuple[str, ...]](), 0
     for name, pool in config.pools.items():
         whole = sharing = 0

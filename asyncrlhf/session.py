@@ -19,6 +19,7 @@ import msgspec
 from asyncrlhf.abc import Runtime
 from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm, state_numbers
 from asyncrlhf.build import build_groups, ledger_rules, starters
+from asyncrlhf.config.derive import overlaps
 from asyncrlhf.config.groups import Compute
 from asyncrlhf.control.checkpoint import FORMAT, Manifest, encode_payloads
 from asyncrlhf.control.coordinator import Coordinator
@@ -164,7 +165,7 @@ class Session:
             observer.log,
             mode=config.publish.mode,
             rolling=config.publish.rolling,
-            overlap=bool(config.publish.overlap),
+            overlap=overlaps(config, self.stage.in_turn),
             timeout=config.publish.timeout,
             probe_gap=config.publish.probe_gap,
             evaluator=self._evaluator(),

@@ -39,6 +39,11 @@ class Stage(NamedTuple):
     after: tuple[Stage, ...]
     """Stages that have to be complete first."""
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether a trained model and engines that follow share devices in turn."""
+        return self.arrangement is not None and self.arrangement.in_turn is not None
+
     def all_after(self) -> Iterator[Stage]:
         """`after`, and what those build on."""
         for stage in self.after:

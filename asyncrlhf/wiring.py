@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrlhf.algorithm import Algorithm
 from asyncrlhf.config.convert import convert
-from asyncrlhf.config.groups import ROLES, Compute, TorchShadow, Trained, VllmRollout
+from asyncrlhf.config.groups import ROLES, Compute, MegatronCritic, TorchShadow, Trained, VllmRollout
 from asyncrlhf.config.load import import_named
 from asyncrlhf.config.rollouts import LOWEST_TEMPERATURE
 from asyncrlhf.config.schema import Config
@@ -166,6 +166,14 @@ def _shadows(config: Config, roles: Mapping[str, str]) -> dict[str, TorchShadow]
             if shadow.follows not in critics:
                 known = f"use one of {', '.join(critics)}" if critics else f"{config.algorithm} has none"
                 raise ConfigError(f'groups.{name}.follows = "{shadow.follows}" is not a critic; {known}')
+            backend = config.groups[shadow.follows].get("backend")
+            if backend == MegatronCritic.__struct_config__.tag:
+                implied = ' (placement.strategy = "separation" implies it)'
+                raise ConfigError(
+                    f'groups.{shadow.follows}.backend = "{backend}" and groups.{name}.backend = "torch"'
+                    f"{implied if config.placement.strategy == 'separation' else ''}: the copy cannot take weights "
+                    'from megatron ranks; train the critic with backend = "torch", or have no copy'
+                )
             twin = next((other for other, each in found.items() if each.follows == shadow.follows), None)
             if twin is not None:
                 raise ConfigError(

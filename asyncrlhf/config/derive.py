@@ -10,7 +10,7 @@ import msgspec
 from asyncrlhf.config.groups import Rules
 from asyncrlhf.config.schema import Config
 
-__all__ = ("Derived", "derive")
+__all__ = ("Derived", "derive", "overlaps")
 
 REWARD_TIMEOUT: float = next(field.default for field in msgspec.structs.fields(Rules) if field.name == "timeout")
 
@@ -60,8 +60,14 @@ class Derived:
         ]
 
 
-def derive(config: Config) -> Derived:
-    """Pure: neither files nor devices are looked at."""
+def overlaps(config: Config, in_turn: bool) -> bool:
+    """Whether training goes on while weights are published: `publish.overlap`, or what follows where it is left out.
+    `in_turn`: a trained model and engines that follow share devices in turn."""
+    return config.publish.overlap is not False and bool(config.lookahead) and not in_turn
+
+
+def derive(config: Config, *, in_turn: bool = False) -> Derived:
+    """Pure: neither files nor devices are looked at. `in_turn`: as of `overlaps`."""
     ahead, batch = config.lookahead or 0, config.prompts_per_step
     limits = config.limits
     return Derived(
@@ -73,7 +79,7 @@ def derive(config: Config) -> Derived:
         worst_lag=config.max_staleness,
         worst_lag_of="token" if config.at_deadline == "mask" else "rollout",
         publish_every=config.publish.every,
-        publish_overlap=bool(config.publish.overlap),
+        publish_overlap=overlaps(config, in_turn),
         max_filtered=20 * batch if limits.max_filtered is None else limits.max_filtered,
         min_answers=config.answers_per_prompt if limits.min_answers is None else limits.min_answers,
         warnings=tuple(_warnings(config, ahead)),

@@ -57,6 +57,15 @@ class Placement(Table, frozen=True, kw_only=True):
                 f'shared_shadow = true and strategy = "{self.strategy}": only "separation" has a shadow; set that, or '
                 "remove the first"
             )
+        if self.strategy is None and not self.sets:
+            ignored = 'turns = "all"' if self.turns == "all" else f"devices = {self.devices}" if self.devices else ""
+            if ignored:
+                raise ConfigError(
+                    f"{ignored}, and neither strategy nor sets says which groups share devices; set one, or remove the "
+                    "first"
+                )
+        if [] in self.sets:
+            raise ConfigError(f"sets = {self.sets} has a set without groups; remove it")
         if self.node is not None and self.strategy != "auto":
             raise ConfigError(f'node = "{self.node}" is for strategy = "auto", and it is "{self.strategy}"; remove it')
         seen: set[str] = set()

@@ -186,8 +186,9 @@ class Publish(Table, frozen=True, kw_only=True):
     """Swap one engine after another, while the others sample on: generation never stops, and a publish takes as long
     as all the swaps together. False: all at once."""
     overlap: bool | None = None
-    """Train on while the engines take the weights of the step before; the step after waits for them. Left out: true
-    where lookahead is above 0. With lookahead = 0 there is nothing to train on meanwhile, and true is refused."""
+    """Train on while the engines take the weights of the step before; the step after waits for them. Left out: where
+    that can be. With lookahead = 0 there is nothing to train on meanwhile, and where a trained model and engines that
+    follow share devices in turn only one of them computes: true is then refused."""
     kv: Literal["rebuild", "keep"] = "rebuild"
     """What becomes of the KV cache of running answers: recomputed, or kept and their tokens flagged kv_mixed."""
     probe_gap: Amount = 0.5
@@ -252,8 +253,7 @@ class Observe(Table, frozen=True, kw_only=True):
 
 
 class Config(Table, frozen=True, kw_only=True):
-    """A whole run. `lookahead`, `off_policy` and `publish.overlap` are filled in when left out, so none of them is None
-    afterwards."""
+    """A whole run. `lookahead` and `off_policy` are filled in when left out, so neither is None afterwards."""
 
     algorithm: Name
     """Import path "module:Class" of an Algorithm."""
@@ -315,9 +315,6 @@ class Config(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.lookahead is None:
             msgspec.structs.force_setattr(self, "lookahead", (self.max_staleness + 1) // 2)
-        if self.publish.overlap is None:
-            publish = msgspec.structs.replace(self.publish, overlap=bool(self.lookahead))
-            msgspec.structs.force_setattr(self, "publish", publish)
         if self.off_policy is None and self.max_staleness == 0:
             msgspec.structs.force_setattr(self, "off_policy", "none")
         require_import_path("algorithm", self.algorithm, "algorithms.grpo:GRPO")

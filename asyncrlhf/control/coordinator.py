@@ -9,8 +9,8 @@ that made them, and waits only for the publish before. `serve` runs publishes of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal
 
@@ -19,6 +19,7 @@ from asyncrlhf.control.closing import step_ended
 from asyncrlhf.control.evaluation import Evaluator
 from asyncrlhf.control.membership import Membership
 from asyncrlhf.control.underway import UnderWay
+from asyncrlhf.control.waiting import Waiting
 from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.groups import TrainGroup
@@ -52,17 +53,16 @@ class Coordinator:
         after_step: Callable[[int], Awaitable[None]] | None = None,
         state: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`rolling`: engines commit one after another. `overlap`: training goes on meanwhile. `timeout`: seconds an
-        engine may take for one phase. `probe_gap`: nats by which an engine that has committed weights may differ from
-        the trainer before it is fenced; 0: it is not asked. `after_step(version)` is awaited at each boundary. `state`:
-        the numbers in the algorithm's state, reported then."""
+        """`rolling`: engines commit one after another. `overlap`: training goes on meanwhile; not where a trained group
+        takes turns with one that follows. `timeout`: seconds an engine may take for one phase. `probe_gap`: nats by
+        which an engine that has committed weights may differ from the trainer before it is fenced; 0: it is not asked.
+        `after_step(version)` is awaited at each boundary. `state`: the algorithm's numbers, reported then."""
         self.publish_count = 0
-        self.waits: dict[tuple[str, str], float] = {}
-        """(whom, for what) a publish waits beside its calls to engines -> loop time since when."""
+        self.waits = Waiting()
         self._gate, self._trained, self._followers = gate, trained, followers
         self._emit, self._elapsed = log.emit, log.elapsed
         self._rolling = rolling
-        self._overlap = overlap and bool(followers) and not any(f.turn.shared for f in followers)
+        self._overlap = overlap and bool(followers)
         self._under_way = UnderWay(self._elapsed)
         self._closed: list[int] = []  # versions that evaluations have not been asked about yet
         self._mode, self._timeout, self._evaluator, self._after_step = mode, timeout, evaluator, after_step
@@ -76,6 +76,7 @@ class Coordinator:
         self._tasks: asyncio.TaskGroup | None = None
         self._restarts: dict[str, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
+        self._stopped = False  # by the user
         for follower in followers:
             follower.on_failure = self._failed(follower)
             follower.newest = partial(self._announced.whole, follower.follows)
@@ -93,16 +94,20 @@ class Coordinator:
 
     async def serve(self) -> None:
         """Runs publishes beside training, restarts and evaluations until `close`."""
-        async with asyncio.TaskGroup() as self._tasks:
-            try:
-                await self._stop.wait()
-            finally:
-                self._tasks = None
-                for restart in self._restarts.values():
-                    restart.cancel()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                try:
+                    await self._stop.wait()
+                finally:
+                    self._tasks = None
+                    for restart in self._restarts.values():
+                        restart.cancel()
+        finally:
+            self._under_way.forget()
 
     def stop(self) -> None:
         """The user wants an end: finish the train step under way, and wait for nothing else."""
+        self._stopped = True
         self._gate.stop()
         if self._evaluator is not None:
             self._evaluator.cancel("by the end of the run")
@@ -176,7 +181,7 @@ class Coordinator:
     def _evaluate(self) -> None:
         """Start the evaluations that are due, on what is published."""
         for version in self._closed:
-            if self._evaluator is not None and self._tasks is not None and not self._gate.stopping:
+            if self._evaluator is not None and self._tasks is not None and not self._stopped:
                 self._evaluator.start(version, self._members.published, self._tasks)
         self._closed.clear()
 
@@ -201,17 +206,22 @@ class Coordinator:
         self._published(version, moved, began, self._elapsed() - began)
 
     async def _beside(self, version: int, asked: Sequence[Awaitable[WeightHandle]], began: float) -> None:
-        """A publish while the next step trains, until the trainer comes to wait for it."""
+        """A publish while the next step trains: behind the export, which keeps the trainers' engines from it unless
+        they have no batch, until the trainer comes to wait."""
         moved = await asyncio.gather(*asked)
+        exported, idle = self._elapsed(), 0.0
+        if self._gate.pops() and (since := self._gate.trainer_waits_since) is not None:
+            idle = asyncio.get_running_loop().time() - since
         await self._hold()
         await self._move(version, moved)
-        self._published(version, moved, began, self._under_way.waited())
+        exposed = max(0.0, exported - began - idle) + self._under_way.waited(exported)
+        self._published(version, moved, began, exposed)
         self._evaluate()
 
     async def _hold(self) -> None:
         """For an evaluation of the version before."""
         if self._evaluator is not None:
-            with self._waiting("the evaluation", "at most evaluation.max_hold"):
+            with self.waits.on("the evaluation", "at most evaluation.max_hold"):
                 await self._evaluator.hold()
 
     async def _move(self, version: int, moved: Sequence[WeightHandle]) -> None:
@@ -229,7 +239,7 @@ class Coordinator:
                 await self._side_by_side("commit")
             while not self._members.serving:
                 self._joined.clear()
-                with self._waiting("a rollout engine", "that serves"):
+                with self.waits.on("a rollout engine", "that serves"):
                     await self._joined.wait()
         finally:
             if self._mode == "drain":
@@ -251,14 +261,6 @@ class Coordinator:
             )
         )
         self._gate.publish(self._members.published if self._followers else version)
-
-    @contextmanager
-    def _waiting(self, whom: str, what: str) -> Generator[None]:
-        self.waits[whom, what] = asyncio.get_running_loop().time()
-        try:
-            yield
-        finally:
-            self.waits.pop((whom, what), None)
 
     def _behind(self) -> list[tuple[Follower, Replica]]:
         """The serving engines that have not committed the version under way."""
@@ -283,7 +285,7 @@ class Coordinator:
         weights = self._announced.last[follower.follows]
         try:
             if phase == "commit" and self._mode == "drain":
-                with self._waiting(replica.key, 'its answers, publish.mode = "drain"'):
+                with self.waits.on(replica.key, 'its answers, publish.mode = "drain"'):
                     # a lost answer ends at its lease's time-out
                     await follower.drained(replica, alone=self._rolling)
             if phase == "prepare" and follower.takes_as_it_wakes(replica):

@@ -29,17 +29,21 @@ class UnderWay:
 
     async def over(self) -> None:
         """Wait until none is under way. Raises what it failed with."""
-        if self._task is None:
+        if (task := self._task) is None:
             return
         self._waits_since = self._now()
         try:
-            await asyncio.wait([self._task])
+            await asyncio.wait([task])
         finally:
             self._waits_since = None
-        task, self._task = self._task, None
+        self._task = None
         if not task.cancelled():  # else its TaskGroup has ended, for another reason
             task.result()
 
-    def waited(self) -> float:
-        """Seconds that somebody has waited for it by now."""
-        return 0.0 if self._waits_since is None else self._now() - self._waits_since
+    def forget(self) -> None:
+        """Its TaskGroup has ended, and raised what it failed with: nobody who comes later hears of that again."""
+        self._task = None
+
+    def waited(self, since: float = 0.0) -> float:
+        """Seconds after `since` that somebody has waited for it by now."""
+        return 0.0 if self._waits_since is None else self._now() - max(since, self._waits_since)

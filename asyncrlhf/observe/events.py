@@ -194,7 +194,8 @@ class TurnTaken(Event, frozen=True):
 
 
 class Published(Event, frozen=True):
-    """Every serving engine has committed `version`, after `seconds`, of which the trainer waited `exposed`."""
+    """Every serving engine has committed `version`, after `seconds`. For `exposed` of them the trainer could not go on:
+    it waited for engines, or its own exported the weights while it had a batch."""
 
     version: int
     changed: bool

@@ -13,10 +13,13 @@ from asyncrlhf.config.groups import Compute, RolloutTable, TorchShadow, Trained,
 from asyncrlhf.config.schema import Config, Pool
 from asyncrlhf.errors import ConfigError
 
-__all__ = ("Arrangement", "DeviceSet", "arrange", "filled", "set_lines", "with_shadows")
+__all__ = ("READING", "Arrangement", "DeviceSet", "arrange", "filled", "set_lines", "with_shadows")
 
 EVERYWHERE = ("colocate", "flattening", "interleaving", "alternating")
 """Strategies with one set."""
+READING = ("reference", "reward", "judge")
+"""Roles of models that read answers: with "interleaving" they divide the devices among them."""
+TRAINED, FOLLOWING = ("policy", "critic"), ("rollout", "shadow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Arrangement:
 
     strategy: str
     sets: tuple[DeviceSet, ...]
+    in_turn: tuple[str, str] | None = None
+    """A trained group and one that follows which take turns, if there are such: no publish goes on beside training."""
     planned: str = ""
     """What the planner said, if it was asked."""
 
@@ -52,7 +57,7 @@ def with_shadows(config: Config, roles: Mapping[str, str], shadows: Mapping[str,
     table says nothing."""
     if config.placement.strategy != "separation":
         return config
-    kept = ("dtype", "device", "threads", "micro_batch_tokens", "layout", "attention")
+    kept = ("dtype", "device", "threads", "micro_batch_tokens")
     tables: dict[str, dict[str, Any]] = {}
     for critic in (name for name, role in roles.items() if role == "critic"):
         name = next((name for name, table in shadows.items() if table.follows == critic), f"shadow_{critic}")
@@ -78,11 +83,16 @@ def arrange(config: Config, roles: Mapping[str, str], tables: Mapping[str, objec
     elif wanted.strategy is None:
         return None
     else:
+        if wanted.shared_shadow and "shadow" not in roles.values():
+            raise ConfigError(
+                f"placement.shared_shadow = true, and {config.algorithm} has no critic to copy among its groups "
+                f"({', '.join(models)}); remove it"
+            )
         sets = [part for part in _sets_of(wanted.strategy, models, roles, wanted.shared_shadow) if part]
     names = _pool_names(config, sets, models, roles, said)
     lanes: dict[str, str] = {}
     if wanted.strategy == "interleaving":
-        reading = [name for name in models if roles[name] in ("reference", "reward", "judge")]
+        reading = [name for name in models if roles[name] in READING]
         if len(reading) < 2:
             raise ConfigError(
                 f"{said} has models that read answers compute at once, and there are {len(reading)} "
@@ -94,7 +104,19 @@ def arrange(config: Config, roles: Mapping[str, str], tables: Mapping[str, objec
         DeviceSet(name, part, _take_turns(config, part, roles), {m: lanes[m] for m in part if m in lanes})
         for name, part in zip(names, sets, strict=True)
     ]
-    return Arrangement(wanted.strategy or "sets", tuple(found))
+    in_turn = next((pair for part in found if part.turns and (pair := _in_turn(part, roles))), None)
+    if in_turn is not None and config.publish.overlap:
+        raise ConfigError(
+            f"publish.overlap = true, and {said} has {' and '.join(in_turn)} share devices in turn, so the first "
+            "cannot train while the second takes weights; remove the key, or give them devices of their own"
+        )
+    return Arrangement(wanted.strategy or "sets", tuple(found), in_turn)
+
+
+def _in_turn(part: DeviceSet, roles: Mapping[str, str]) -> tuple[str, str] | None:
+    """The first trained group of a set, and the first that follows."""
+    first = [next((name for name in part.members if roles[name] in of), None) for of in (TRAINED, FOLLOWING)]
+    return None if first[0] is None or first[1] is None else (first[0], first[1])
 
 
 def _sets_of(

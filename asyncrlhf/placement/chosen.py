@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrlhf.config.groups import Compute, RolloutTable, Trained
+from asyncrlhf.config.groups import Compute, MegatronCritic, RolloutTable, Trained
 from asyncrlhf.config.placement import Placement
 from asyncrlhf.config.schema import Config
 from asyncrlhf.errors import ConfigError
@@ -103,6 +103,9 @@ def _problem(
                 )
             specs[name] = ModelSpec(role=READS[roles[name]], shape=shape)
             fixed[name] = sizes.get("tensor_parallel", 1), sizes.get("pipeline_parallel", 1), 0
+    impossible = set[str]() if config.max_staleness else {"async"}
+    if any(isinstance(table, MegatronCritic) for table in models.values()):
+        impossible.add("separation")  # which has a copy of the critic
     sampled = models[rollout]
     assert isinstance(sampled, RolloutTable)
     work = Workload(
@@ -120,6 +123,6 @@ def _problem(
         models=specs,
         work=work,
         fit=Coefficients(),
-        strategies=STRATEGIES if config.max_staleness else tuple(x for x in STRATEGIES if x != "async"),
+        strategies=tuple(strategy for strategy in STRATEGIES if strategy not in impossible),
         fixed=fixed,
     )

@@ -91,6 +91,8 @@ async def build_run(
     run.turns = take_turns(sets, run.groups, run.gate, run.log)
     trained = [group for group in run.groups.values() if isinstance(group, TrainGroup)]
     followers = [group for group in run.groups.values() if isinstance(group, Follower)]
+    names = [{group.name for group in kind} for kind in (trained, followers)]
+    in_turn = any(all(kind.intersection(dict(members)) for kind in names) for members in scenario.together)
     followers.sort(key=lambda follower: isinstance(follower, RolloutGroup))
     run.coordinator = Coordinator(
         run.gate,
@@ -99,7 +101,7 @@ async def build_run(
         run.log,
         mode=scenario.publish_mode,
         rolling=scenario.publish_rolling,
-        overlap=scenario.publish_overlap,
+        overlap=scenario.publish_overlap and not in_turn,
         timeout=scenario.publish_timeout,
         probe_gap=scenario.probe_gap,
         evaluator=_evaluator(run),

@@ -446,9 +446,11 @@ def test_derived_facts(read: Load) -> None:
 
 
 def test_publishes_overlap_where_there_is_something_to_train_on_meanwhile(read: Load) -> None:
-    assert read().publish.overlap is False
-    assert read(*STALE).publish.overlap is True
-    assert read(*STALE, "publish.overlap=false").publish.overlap is False
+    assert not derive(read()).publish_overlap
+    assert derive(read(*STALE)).publish_overlap
+    assert not derive(read(*STALE), in_turn=True).publish_overlap
+    assert not derive(read(*STALE, "publish.overlap=false")).publish_overlap
+    assert derive(read(*STALE, "publish.overlap=true")).publish_overlap
     assert "publish.overlap = true and lookahead = 0" in refusal(read, "publish.overlap=true")
 
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from asyncrlhf import launch
+from asyncrlhf.build import build_groups, ledger_rules, places
+from asyncrlhf.config.derive import overlaps
 from asyncrlhf.config.load import load
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.flow.gate import Gate
+from asyncrlhf.flow.ledger import Ledger
+from asyncrlhf.groups import TrainGroup
+from asyncrlhf.groups.follower import Follower
+from asyncrlhf.observe import EventLog
 from asyncrlhf.stages import Stage, prepare
+from asyncrlhf.testing.runtime import FakeRuntime
+from asyncrlhf.testing.sources import FakeRows
 from tests.integration.tiny import SCRATCH
+from tests.unit.virtual import virtual
 
 CONFIG = f"""
 algorithm = "algorithms.ppo:PPO"
@@ -29,6 +41,9 @@ model = "judge"
 [groups.rollout]
 max_tokens = 6
 """
+
+
+SHARED_SHADOW = ("placement.strategy=separation", "placement.shared_shadow=true")
 
 
 @pytest.fixture(autouse=True)
@@ -126,9 +141,75 @@ def test_a_critic_s_copy_computes_as_the_critic_unless_its_table_says_more() -> 
     assert placed("groups.copy.follows=critic").wiring.shadows["copy"].follows == "critic"
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_resolved_configuration_is_a_configuration(layout: str) -> None:
+    stage = placed("placement.strategy=separation", f"groups.critic.layout={layout}", "groups.critic.attention=sdpa")
+    Path("resolved.toml").write_text(stage.text)
+    again = prepare(load("resolved.toml"))
+    assert (again.text, again.arrangement) == (stage.text, stage.arrangement)
+
+
+def test_a_resolved_configuration_can_be_run_without_overlap() -> None:
+    """Nobody has set publish.overlap: the file says nothing of it, and it follows anew."""
+    stage = placed("max_staleness=2", "off_policy=none")
+    assert "overlap" not in stage.text
+    Path("resolved.toml").write_text(stage.text)
+    again = prepare(load("resolved.toml", ["max_staleness=0", "lookahead=0"]))
+    assert [overlaps(each.config, each.in_turn) for each in (stage, again)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["placement.strategy=colocate"], False),
+        (["placement.strategy=colocate", "placement.turns=none", "publish.overlap=true"], True),
+        (["placement.strategy=separation", "placement.shared_shadow=true", "publish.overlap=true"], True),
+        (['placement.sets=[["rollout", "reference"], ["policy"]]', "publish.overlap=true"], True),
+        (['placement.sets=[["critic", "copy"]]', "placement.turns=all", "groups.copy.follows=critic"], False),
+    ],
+)
+def test_publishes_overlap_unless_a_trained_model_takes_turns_with_one_that_follows(
+    overrides: list[str], expected: bool
+) -> None:
+    ahead = ("max_staleness=2", "off_policy=none", *overrides)
+    stage = placed(*ahead)
+    assert overlaps(stage.config, stage.in_turn) is expected
+    assert ("every train step, while the next one trains" in launch.check(load("ppo.toml", ahead))) is expected
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 3)])
+def test_models_that_read_at_once_are_on_gpus_of_their_own(sizes: tuple[int, int]) -> None:
+    megatron = ("backend=megatron", "device=cuda", "sequence_parallel=false")
+    readers = [f"groups.{n}.{key}" for n in ("reference", "reward") for key in megatron]
+    ranks = [f"groups.{n}.data_parallel={size}" for n, size in zip(("reference", "reward"), sizes, strict=True)]
+    stage = placed("placement.strategy=interleaving", *readers, *ranks)
+    found = places(stage.config, stage.wiring)
+    seen = [place.gpus for name in ("reference", "reward") for place in found[name]]
+    assert len(seen) == len({*seen}) == sum(sizes) == stage.config.pools["shared"].devices
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["placement.strategy=colocate", "publish.overlap=true", "max_staleness=2", "off_policy=none"],
+            'publish.overlap = true, and placement.strategy = "colocate" has policy and rollout share devices in turn',
+        ),
+        (
+            ["groups.critic.backend=megatron", "groups.critic.device=cpu", "groups.shadow_critic.replicas=2"],
+            'groups.critic.backend = "megatron" and groups.shadow_critic.backend = "torch": the copy cannot take',
+        ),
+        (
+            ["groups.critic.backend=megatron", "groups.critic.device=cpu", "placement.strategy=separation"],
+            r'"torch" \(placement.strategy = "separation" implies it\): the copy cannot take weights from megatron',
+        ),
+        (['placement.sets=[["rollout"], []]'], r"sets = \[\['rollout'\], \[\]\] has a set without groups; remove it"),
+        (["placement.turns=all"], 'placement.turns = "all", and neither strategy nor sets says which groups share'),
+        (["placement.devices=4"], "placement.devices = 4, and neither strategy nor sets says which groups share"),
+        (
+            ["algorithm=algorithms.grpo:GRPO", "groups.critic=", *SHARED_SHADOW],
+            "placement.shared_shadow = true, and algorithms.grpo:GRPO has no critic to copy among its groups",
+        ),
         (
             ["placement.strategy=colocate", "groups.rollout.pool=a", "groups.policy.pool=b"],
             'groups.rollout.pool = "a" and groups.policy.pool = "b", and placement.strategy = "colocate" has them',
@@ -178,6 +259,27 @@ def test_a_critic_s_copy_computes_as_the_critic_unless_its_table_says_more() -> 
 def test_what_contradicts_it_is_refused_with_both_values(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         placed(*overrides)
+
+
+def test_a_critic_s_copy_gets_weights_as_all_others_do() -> None:
+    stage = placed("placement.strategy=separation", "publish.transport=collective")
+
+    @virtual
+    async def main() -> None:
+        models: Any = SimpleNamespace(
+            directories=dict.fromkeys(stage.wiring.engines, "m"), decode=str, stop_token_ids=(), longest=None
+        )
+        rows, log = FakeRows(1), EventLog(None)
+        gate = Gate(Ledger(ledger_rules(stage.config)), rows, log.emit)
+        groups = build_groups(stage.config, stage.wiring, models, FakeRuntime(), gate, log)
+        found = {name: group.specs for name, group in groups.items() if isinstance(group, TrainGroup)}
+        found |= {n: [each.spec for each in g.replicas] for n, g in groups.items() if isinstance(g, Follower)}
+        assert found.keys() == {"policy", "critic", "rollout", "shadow_critic"}
+        assert {cast(Any, spec.options).transport for specs in found.values() for spec in specs} == {
+            "asyncrlhf.weights.collective:CollectiveTransfer"
+        }
+
+    main()
 
 
 def test_engines_of_several_processes_share_no_gpus() -> None:

@@ -71,6 +71,34 @@ async def test_its_failure_reaches_who_waits_and_ends_its_tasks() -> None:
 
 
 @virtual
+async def test_what_its_tasks_have_raised_can_be_forgotten_also_while_somebody_waits() -> None:
+    beside, reached = under_way(), list[str]()
+
+    async def work() -> None:
+        await asyncio.sleep(1.0)
+        raise RuntimeError("refused")
+
+    async def wait() -> None:
+        try:
+            await beside.over()
+        except RuntimeError as error:
+            reached.append(str(error))
+
+    async def fail(waiting: asyncio.TaskGroup) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            beside.begin(tasks, work())
+            waiting.create_task(wait())
+            await asyncio.sleep(0.5)
+            beside.forget()
+
+    async with asyncio.TaskGroup() as waiting:
+        with pytest.raises(ExceptionGroup):
+            await fail(waiting)
+        await beside.over()
+    assert reached == ["refused"]
+
+
+@virtual
 async def test_one_that_was_cut_off_is_over() -> None:
     beside = under_way()
 
