@@ -190,8 +190,8 @@ def test_one_that_comes_and_never_meets_keeps_nobody_waiting() -> None:
     payload = sender.send(0, weights(0))
     where = payload["outlet"]
     talk = Talk(socket.create_connection((where["host"], where["port"]), 30))
-    talk.say(_Comes(where["key"], ""))
-    assert talk.hear(_Meets).kind == "gloo"
+    talk.say(_Comes(where["key"]))
+    assert talk.hear(_Meets).name
     require_whole(receive(payload), 0)
     talk.close()
 
@@ -200,8 +200,8 @@ def test_n14_an_engine_that_stands_still_in_a_message_holds_up_nobody_and_is_tol
     sender = CollectiveTransfer(CAP)
     where = sender.send(0, weights(0))["outlet"]
     talk = Talk(socket.create_connection((where["host"], where["port"]), 30))
-    talk.say(_Comes(where["key"], ""))
-    pair = Pair("gloo", 1, (where["host"], where["store"]), talk.hear(_Meets).name, talk.own_host)
+    talk.say(_Comes(where["key"]))
+    pair = Pair(1, (where["host"], where["store"]), talk.hear(_Meets).name, talk.own_host)
     talk.say((0, 0, CAP))
     assert talk.hear(str) == ""
     sender.send(1, weights(1))
