@@ -2,10 +2,10 @@
 
 The trainer copies a version into one of two areas of shared memory, and goes on training. An engine that follows it
 from the same machine reads it there; one on another machine asks for it, bucket by bucket, and a thread beside the
-trainer sends from that area, host memory, what it asks for. Each engine and each rank of a trainer that puts a part are a pair
-(pair.py), which meets when the engine first asks and lasts over publishes: whoever is late or lost hurts nobody else,
-and may come again. An engine waits for its trainer, no longer than pair.SECONDS for a message, and raises GroupError
-when that is lost: it is fenced, and the run goes on. The trainer waits for no engine.
+trainer sends from that area, which is host memory, what it asks for. Each engine and each rank of a trainer that puts a
+part are a pair (pair.py), which meets when the engine first asks and lasts over publishes: whoever is late or lost
+hurts nobody else, and may come again. An engine waits for its trainer, no longer than pair.SECONDS for a message, and
+raises GroupError when that is lost: it is fenced, and the run goes on. The trainer waits for no engine.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 
 from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.messages import WeightHandle
-from asyncrlhf.weights import whereabouts
+from asyncrlhf.weights import collective, whereabouts
 from asyncrlhf.weights.assemble import AssembledTransfer
 from asyncrlhf.weights.collective import (
     CollectiveTransfer,
@@ -276,3 +277,55 @@ def test_l7_a_trainer_that_is_killed_fails_the_engine_that_reads_from_it() -> No
     finally:
         process.kill()
         process.join(10)
+
+
+@pytest.mark.timeout(150)
+def test_a_trainer_whose_process_ends_with_live_pairs_ends_well() -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=put, args=(there,), daemon=True)
+    process.start()
+    try:
+        assert here.poll(50)
+        payload = here.recv()
+        receiver = CollectiveTransfer(CAP)
+        require_whole(dict(receiver.receive(payload)), 0)
+        where = payload["outlet"]
+        talk = Talk(socket.create_connection((where["host"], where["port"]), 30))
+        talk.say(_Comes(where["key"]))
+        assert talk.hear(_Meets).name, "and one that it waits for"
+        here.send("end")
+        process.join(50)
+        assert process.exitcode == 0
+        talk.close()
+    finally:
+        process.kill()
+        process.join(10)
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    accept, refusals = socket.socket.accept, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * 2
+
+    def refuse(listener: socket.socket) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(collective, "PAUSE", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", refuse)
+    sender = CollectiveTransfer(CAP)
+    require_whole(receive(sender.send(0, weights(0))), 0)
+    assert capfd.readouterr().err.count("a connection was not accepted: OSError: [Errno 24]") == 2
+
+
+def test_what_belonged_to_a_trainer_that_is_gone_is_closed_when_the_next_one_is_met() -> None:
+    first, second, lives = CollectiveTransfer(CAP), CollectiveTransfer(CAP), CollectiveTransfer(CAP)
+    receiver, payloads = CollectiveTransfer(CAP), [sender.send(0, weights(0)) for sender in (first, second, lives)]
+    for payload in (payloads[0], payloads[2]):
+        require_whole(dict(receiver.receive(payload)), 0)
+    assert first._outlet is not None
+    first._outlet.close()
+    require_whole(dict(receiver.receive(payloads[1])), 0)
+    assert list(receiver._intakes) == [payload["outlet"]["key"] for payload in (payloads[2], payloads[1])]
