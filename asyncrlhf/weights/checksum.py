@@ -1,15 +1,16 @@
-"""A checksum of all parameter bytes that a trainer and every engine that follows it compute alike, on their device,
-at about the speed of memory.
+"""A checksum of all parameter bytes that a trainer and every engine that follows it compute alike, on their device.
 
-A matrix is summed up in runs: words of 8 bytes are added within a run, and only runs have a number of their place that
-they are multiplied by. Values that change places within a run of a row are therefore not told apart; vectors have runs
-of one element.
+It is a sum, mod 2^64, in which every word of 8 bytes has an odd factor of its place, so that parts add up whoever has
+them. The upper half of a word is added to the lower one before: alone, its highest bit times an odd factor would be the
+same number wherever it is, and two changes of sign would go unseen. Where rows are not made of whole words, and in
+vectors, every element is a word.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -20,28 +21,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ("checksum", "combine", "copy_and_checksum", "partial_checksum", "tensor_checksum")
+from asyncrlhf.errors import PublishRefused
+from asyncrlhf.messages import WeightHandle
+
+__all__ = ("checksum", "combine", "copy_and_checksum", "partial_checksum", "require_checksum", "tensor_checksum")
 
 WORD = 8
-"""Bytes that are added at once."""
-RUN = 512
-"""Bytes of a run, at most."""
-PIECE = 1 << 19
+"""Bytes."""
+PIECE = 1 << 20
 """Bytes that are copied, and then summed up while they are in a CPU's cache."""
 BLOCK = 1 << 17
-"""Runs that are weighted together."""
+"""Words that are weighted together."""
 BLOCKS_AT_ONCE = 256
 """Blocks per kernel on a GPU, where launches cost more than cache misses."""
 _MASK = (1 << 64) - 1
 _BASE = 0xD6E8FEB86659FD93
+_own = threading.local()
+"""Memory of a block for each thread: to allocate it anew costs more than to use it."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(weights: Mapping[str, Tensor]) -> int:
     """63-bit checksum of the bytes of `weights` in name order, whatever order they come in.
 
-    A change that touches the lower half of any word, as steps of an optimizer do, is missed with a chance of less than
-    2^-30, and one of lowest bits with one of about 2^-63.
+    A change of one element is always seen; one of several with all but a chance of about 2^-32, whatever bits it
+    touches, and values that have changed places are told apart.
     """
     return combine((name, tensor_checksum(tensor)) for name, tensor in weights.items())
 
@@ -54,8 +58,17 @@ def combine(parts: Iterable[tuple[str, int]]) -> int:
     return (total ^ (total >> 32)) & (_MASK >> 1)
 
 
+def require_checksum(handle: WeightHandle, parts: Iterable[tuple[str, int]]) -> None:
+    """Raises PublishRefused unless what has arrived, as `combine` takes it, is what was announced."""
+    if (digest := combine(parts)) != handle.checksum:
+        raise PublishRefused(
+            f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that arrived "
+            f"have {digest:#x}; they are not used"
+        )
+
+
 def tensor_checksum(tensor: Tensor) -> int:
-    """64-bit checksum of one tensor: the sum of its runs, each times a number of its place, mod 2^64, and how many
+    """64-bit checksum of one tensor: the sum of its words, each times a number of its place, mod 2^64, and how many
     elements it has."""
     shape = tuple(tensor.shape)
     return partial_checksum(tensor, tuple((0, length) for length in shape), shape)
@@ -66,8 +79,8 @@ def partial_checksum(tensor: Tensor, box: Sequence[tuple[int, int]], shape: Sequ
     """What `tensor`, the rectangle `box` of a tensor of `shape`, adds to the checksum of the latter: over rectangles
     that cover it once the sum, mod 2^64, is its `tensor_checksum`."""
     grain = _grain(shape, tensor.element_size())
-    first = box[-1][0] if box else 0
-    return _weighted(_runs_of(tensor.detach(), grain, first), grain, tensor.numel(), box, shape)
+    words = _words_of(tensor.detach(), grain, box[-1][0] if box else 0)
+    return _weighted(words, grain, tensor.numel(), box, shape)
 
 
 @torch.no_grad()
@@ -85,66 +98,74 @@ def copy_and_checksum(source: Tensor, target: Tensor, box: Sequence[tuple[int, i
     if words is None or target.device.type != "cpu" or source.device.type != "cpu":
         target.copy_(source)
         return partial_checksum(target, box, shape)
-    runs = torch.empty(words.shape[:-1], dtype=torch.int64)
     integers = _INTEGERS[target.element_size()]
     here, there = (tensor.detach().view(integers).numpy() for tensor in (source, target))
-    for first in range(0, len(there), rows):
-        piece = slice(first, first + rows)
+    total, (low, high), columns = 0, box[0], len(there[0])
+    for first in range(low, high, rows):
+        last = min(first + rows, high)
+        piece = slice(first - low, last - low)
         np.copyto(there[piece], here[piece])  # for pieces of this size faster than torch's
-        torch.sum(words[piece], -1, out=runs[piece])
-    return _weighted(runs, grain, target.numel(), box, shape)
+        total += _weighted(words[piece], grain, (last - first) * columns, ((first, last), box[1]), shape)
+    return total & _MASK
 
 
 def _grain(shape: Sequence[int], size: int) -> int:
-    """Elements of a run: as many as divide a row of a matrix evenly; 1 if not even a word of them does."""
-    if len(shape) < 2 or not shape[-1]:
-        return 1
-    grain = math.gcd(shape[-1], RUN // size)
-    return grain if grain * size % WORD == 0 else 1
+    """Elements of a word: as many as there is room for, if rows of a matrix are made of whole words; else 1."""
+    return WORD // size if len(shape) > 1 and not shape[-1] * size % WORD else 1
 
 
-def _runs_of(tensor: Tensor, grain: int, first: int) -> Tensor:
-    """The sum of every run, int64 [..., runs of a row], of a tensor whose rows begin with element `first`; its elements
-    themselves where runs are of one."""
+def _words_of(tensor: Tensor, grain: int, first: int) -> Tensor:
+    """The words, int64 [..., words of a row], of a tensor whose rows begin with element `first`, 0 where they lie
+    outside of it; its elements where they are the words."""
     bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
     if grain == 1:
         return bits
     before, after = first % grain, -(first + bits.shape[-1]) % grain
     words = None if before or after else _words(bits, grain)
-    return (_words(F.pad(bits, (before, after)), grain) if words is None else words).sum(-1)
+    return F.pad(bits, (before, after)).view(torch.int64) if words is None else words
 
 
 def _words(tensor: Tensor, grain: int) -> Tensor | None:
-    """A view of the words of every run, int64 [..., runs of a row, words of a run]; None where memory does not lie so
-    that there is one."""
-    size, row = tensor.element_size(), tensor.shape[-1]
-    aligned = tensor.is_contiguous() and not row % grain and not grain * size % WORD
-    if not aligned or tensor.storage_offset() * size % WORD:
-        return None
-    return tensor.view(-1).view(torch.int64).view(*tensor.shape[:-1], row // grain, grain * size // WORD)
+    """A view of the words, int64 [..., words of a row]; None where memory does not lie so that there is one."""
+    size = tensor.element_size()
+    aligned = tensor.is_contiguous() and not tensor.shape[-1] % grain and not grain * size % WORD
+    return tensor.view(torch.int64) if aligned and not tensor.storage_offset() * size % WORD else None
 
 
-def _weighted(runs: Tensor, grain: int, count: int, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> int:
-    """The partial checksum of the rectangle that these are the runs of; it has `count` elements."""
+def _mixed(words: Tensor) -> Tensor:
+    """What gets factors, int64, until the next call: elements of less than 8 bytes as they are, of words the halves
+    added. BLOCK at most on a CPU."""
+    if words.device.type != "cpu":
+        return (words >> 32).add_(words) if words.dtype == torch.int64 else words.to(torch.int64)
+    if not hasattr(_own, "scratch"):
+        _own.scratch = torch.empty(BLOCK, dtype=torch.int64)
+    mixed: Tensor = _own.scratch[: words.numel()].view(words.shape)
+    if words.dtype != torch.int64:
+        return mixed.copy_(words)
+    return torch.bitwise_right_shift(words, 32, out=mixed).add_(words)
+
+
+def _weighted(words: Tensor, grain: int, count: int, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> int:
+    """The partial checksum of the rectangle that these are the words of; it has `count` elements."""
     if grain > 1:
         box = (*box[:-1], (box[-1][0] // grain, -(-box[-1][1] // grain)))
         shape = (*shape[:-1], shape[-1] // grain)
-    weights, last = _weights(str(runs.device)), math.prod(shape) // BLOCK
-    if runs.device.type == "cpu" and runs.numel() == math.prod(shape) <= BLOCK:  # all of a tensor, and one block
-        value = int(torch.dot(runs.reshape(-1).to(torch.int64), weights[: runs.numel()]))
+    weights, last = _weights(str(words.device)), math.prod(shape) // BLOCK
+    if words.device.type == "cpu" and words.numel() == math.prod(shape) <= BLOCK:  # all of a tensor, and one block
+        value = int(torch.dot(_mixed(words.reshape(-1)), weights[: words.numel()]))
         return (count * pow(_BASE, last + 1, 1 << 64) + value * pow(_BASE, last, 1 << 64)) & _MASK
     starts, length, pitch, together = _stretches(box, shape)
-    bits = runs.reshape(len(starts), length)
-    step = 1 if runs.device.type == "cpu" else BLOCKS_AT_ONCE
+    bits = words.reshape(len(starts), length)
+    step = 1 if words.device.type == "cpu" else BLOCKS_AT_ONCE
     sums: list[Tensor] = []
     blocks: list[int] = []
 
     def add(part: Tensor, factors: Tensor, first: int, rows: int = 1) -> None:
         """`rows` rows for as many blocks, or all of `part` for the one block."""
         if part.dim() == 1 and part.device.type == "cpu":
-            sums.append(torch.dot(part.to(torch.int64), factors).view(1))
+            sums.append(torch.dot(_mixed(part), factors).view(1))
         else:
-            products = part.to(torch.int64, copy=True).mul_(factors)
+            products = _mixed(part).mul_(factors)
             sums.append(products.sum(1) if rows > 1 else products.sum().view(1))
         blocks.extend(range(first, first + rows))
 

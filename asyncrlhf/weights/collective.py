@@ -2,10 +2,10 @@
 
 The trainer copies a version into one of two areas of shared memory, and goes on training. An engine that follows it
 from the same machine reads it there; one on another machine asks for it, bucket by bucket, and a thread beside the
-trainer sends from that area what it asks for. Each engine and each rank of a trainer that puts a part are a pair
-(pair.py), which meets when the engine first asks and lasts over publishes: whoever is late or lost hurts nobody else,
-and may come again. An engine waits for its trainer, no longer than pair.SECONDS for a message, and raises GroupError
-when that is lost: it is fenced, and the run goes on. The trainer waits for no engine.
+trainer sends from that area, which is host memory, what it asks for. Each engine and each rank of a trainer that puts a
+part are a pair (pair.py), which meets when the engine first asks and lasts over publishes: whoever is late or lost
+hurts nobody else, and may come again. An engine waits for its trainer, no longer than pair.SECONDS for a message, and
+raises GroupError when that is lost: it is fenced, and the run goes on. The trainer waits for no engine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor
 from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
 from asyncrlhf.messages.samples import Message
-from asyncrlhf.weights.pair import SECONDS, Pair, Talk, gpu_of, open_store
+from asyncrlhf.weights.pair import SECONDS, Pair, Talk, open_store
 from asyncrlhf.weights.parts import ASSEMBLED
 from asyncrlhf.weights.shared import Layout, SharedMemoryTransfer
 from asyncrlhf.weights.whereabouts import address, machine
@@ -35,6 +36,10 @@ from asyncrlhf.weights.whereabouts import address, machine
 __all__ = ("CollectiveTransfer", "NodeTransfer", "is_shared_here", "parcels")
 
 LOST = (OSError, EOFError, RuntimeError)
+ENDING = 10.0
+"""Seconds that a trainer's process which ends waits for the threads that send."""
+PAUSE = 1.0
+"""Seconds after a connection that could not be accepted."""
 
 
 class CollectiveTransfer:
@@ -56,8 +61,7 @@ class CollectiveTransfer:
         if self._outlet is None:
             self._outlet = _Outlet()
             weakref.finalize(self, self._outlet.close)
-        device = next((tensor.device for tensor in weights.values()), None)
-        self._outlet.offer(version, area, device)
+        self._outlet.offer(version, area)
         return {"version": version, "machine": machine(), "area": area, "outlet": self._outlet.where}
 
     def receive(self, payload: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -76,6 +80,8 @@ class CollectiveTransfer:
         key = payload["outlet"]["key"]
         try:
             if key not in self._intakes:
+                for old in [old for old, intake in self._intakes.items() if intake.has_ended]:
+                    self._intakes.pop(old).close()
                 self._intakes[key] = _Intake(payload["outlet"])
             return self._intakes[key].fetch(payload["version"], start, stop, self._bucket_bytes)
         except LOST as error:
@@ -109,14 +115,11 @@ class _Comes(Message, frozen=True):
     """What an engine says first."""
 
     key: bytes
-    gpu: str
-    """Where its tensors are; "" for a CPU."""
 
 
 class _Meets(Message, frozen=True):
-    """How the pair meets: kind of the group, and its name at the store."""
+    """What it is answered: the name of the pair at the store."""
 
-    kind: str
     name: str
 
 
@@ -135,66 +138,78 @@ class _Outlet:
             "key": self._key,
         }
         self._offered: dict[int, Mapping[str, Any]] = {}
-        self._device: torch.device | None = None
         self._numbers = itertools.count()
-        self._talks: set[Talk] = set()
-        self._closed = False
-        threading.Thread(target=self._accept, name="weights", daemon=True).start()
+        self._served: dict[Talk, threading.Thread] = {}
+        self._pairs: set[Pair] = set()
+        self._closed = threading.Event()
+        self._accepting = threading.Thread(target=self._accept, name="weights", daemon=True)
+        self._accepting.start()
 
-    def offer(self, version: int, area: Mapping[str, Any], device: torch.device | None) -> None:
-        """`device`: where the weights came from, whose GPU then sends them."""
-        self._device = device
+    def offer(self, version: int, area: Mapping[str, Any]) -> None:
         last = list(self._offered.items())[-1:]
         self._offered = {**dict(last), version: area}
 
     def close(self) -> None:
-        self._closed = True
+        """Wait for the threads, at most ENDING: a process that ends while one is within torch is aborted."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for talk in list(self._talks):
+        end = time.monotonic() + ENDING
+        self._join(self._accepting, end)
+        self._store = None  # nobody meets any more
+        served = list(self._served.items())
+        for talk, _ in served:
             talk.close()
+        for pair in list(self._pairs):
+            pair.close()
+        for _, thread in served:
+            self._join(thread, end)
+
+    def _join(self, thread: threading.Thread, end: float) -> None:
+        if thread is not threading.current_thread():  # whose garbage the transfer may have been
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(Talk(connection),), name="weights", daemon=True).start()
+                self._begin(self._listener.accept()[0])
+            except LOST as error:
+                if not self._closed.is_set():
+                    _complain("a connection was not accepted", error)
+                    self._closed.wait(PAUSE)
+
+    def _begin(self, connection: socket.socket) -> None:
+        try:
+            talk = Talk(connection)
+            thread = threading.Thread(target=self._serve, args=(talk,), name="weights", daemon=True)
+            self._served[talk] = thread
+            thread.start()
+        except BaseException:
+            connection.close()
+            raise
 
     def _serve(self, talk: Talk) -> None:
         """One engine, from when it comes until it goes."""
         pair: Pair | None = None
-        self._talks.add(talk)
         try:
             comes = talk.hear(_Comes)
             if not hmac.compare_digest(comes.key, self._key):
                 return
-            pair, stream = self._meet(talk, comes.gpu)
-            with stream:
-                self._answer(talk, pair)
+            name = str(next(self._numbers))
+            talk.say(_Meets(name))
+            pair = Pair(0, (self.where["host"], self.where["store"]), name, self.where["host"])
+            self._pairs.add(pair)
+            self._answer(talk, pair)
         except LOST as error:
-            if not self._closed:
-                words = " ".join(str(error).split())
-                print(f"weights: an engine is lost: {type(error).__name__}: {words}", file=sys.stderr, flush=True)
+            if not self._closed.is_set():
+                _complain("an engine is lost", error)
         finally:
-            self._talks.discard(talk)
             talk.close()
             if pair is not None:
+                self._pairs.discard(pair)
                 pair.close()
-
-    def _meet(self, talk: Talk, gpu: str) -> tuple[Pair, contextlib.AbstractContextManager[Any]]:
-        """A pair with an engine whose tensors are on `gpu`, and a stream beside that of the training, if on a GPU."""
-        own = gpu_of(self._device)
-        kind = "nccl" if own and gpu and own != gpu else "gloo"
-        stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if kind == "nccl":
-            torch.cuda.set_device(self._device)
-            stream = torch.cuda.stream(torch.cuda.Stream(self._device))
-        name = str(next(self._numbers))
-        talk.say(_Meets(kind, name))
-        return Pair(kind, 0, (self.where["host"], self.where["store"]), name, self.where["host"]), stream
+            self._served.pop(talk, None)
 
     def _answer(self, talk: Talk, pair: Pair) -> None:
         """Until the engine goes. What it is told before and after a message is why that is of no use, or ""."""
@@ -230,22 +245,24 @@ class _Intake:
 
     def __init__(self, where: Mapping[str, Any]) -> None:
         host = str(where["host"])
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        gpu = gpu_of(torch.device("cuda", torch.cuda.current_device())) if on_gpu else ""
         self._talk = Talk(socket.create_connection((host, where["port"]), SECONDS))
         try:
-            self._talk.say(_Comes(where["key"], gpu))
+            self._talk.say(_Comes(where["key"]))
             meets = self._talk.hear(_Meets)
-            self._pair = Pair(meets.kind, 1, (host, where["store"]), meets.name, self._talk.own_host)
+            self._pair = Pair(1, (host, where["store"]), meets.name, self._talk.own_host)
         except BaseException:
             self._talk.close()
             raise
-        print(f"weights come from {self._talk.peer} by {meets.kind}", flush=True)
+        print(f"weights come from {self._talk.peer} by gloo", flush=True)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._talk.has_ended
 
     def fetch(self, version: int, start: int, stop: int, cap: int) -> Tensor:
         """uint8 [stop - start], in messages of `cap` bytes at most. Raises PublishRefused for bytes that newer ones
         have replaced."""
-        found = torch.empty(stop - start, dtype=torch.uint8, device=self._pair.device)
+        found = torch.empty(stop - start, dtype=torch.uint8)
         for low in range(start, stop, cap):
             high = min(low + cap, stop)
             self._talk.say((version, low, high))
@@ -261,6 +278,10 @@ class _Intake:
     def _require(self) -> None:
         if problem := self._talk.hear(str):
             raise PublishRefused(problem)
+
+
+def _complain(what: str, error: BaseException) -> None:
+    print(f"weights: {what}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
 
 
 def _close_all(intakes: Mapping[bytes, _Intake]) -> None:

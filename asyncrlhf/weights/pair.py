@@ -1,8 +1,9 @@
 """Two processes that move bytes: a torch.distributed group of the two, and a connection for what they say about it.
 
-Each waits for the other, in every call: at most SECONDS, and no longer than the other's process lives. Whatever then
-goes wrong is an OSError, an EOFError or a RuntimeError; the pair is of no use any more and is closed. Between CPUs the
-group is gloo's; between two GPUs it is NCCL's, by the same calls (which nobody has run yet).
+Each waits for the other, in every call: at most SECONDS (MEETING, to meet), and no longer than the other's process
+lives. Whatever then goes wrong is an OSError, an EOFError or a RuntimeError; the pair is of no use any more and is
+closed. The group is gloo's, whatever the engines compute on: what it sends lies in host memory, a wait of its ends when
+the other is lost, and it takes nothing of a GPU that may be lent out.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ("SECONDS", "Pair", "Talk", "gpu_of", "open_store")
+__all__ = ("SECONDS", "Pair", "Talk", "open_store")
 
 SECONDS = 60.0
-"""That a word, a message or the other side may take."""
+"""That a word or a message may take."""
+MEETING = 15.0
+"""Seconds that the other side may take to join the group, once it has said that it comes."""
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""Seconds of silence before the first question whether the other machine is there, seconds between questions, and how
+many may stay without an answer."""
 LONGEST_WORD = 1 << 20
 """Bytes of one thing said; more is not from a peer."""
 T = TypeVar("T")
@@ -46,13 +51,6 @@ def open_store(host: str, ranks: int, timeout: float = SECONDS) -> tuple[dist.TC
     return store, port
 
 
-def gpu_of(device: torch.device | None) -> str:
-    """Which GPU a device is, the same in all processes; "" for none that messages can be on."""
-    if device is None or device.type != "cuda" or not dist.is_nccl_available():
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 class Talk:
     """A connection that carries plain data, length first."""
 
@@ -61,6 +59,8 @@ class Talk:
         connection.settimeout(SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that vanishes says nothing
+        for option, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     @property
     def own_host(self) -> str:
@@ -71,6 +71,20 @@ class Talk:
     def peer(self) -> str:
         host, port = self._connection.getpeername()[:2]
         return f"{host}:{port}"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other side has closed, or is lost; to be asked between an answer and the next question."""
+        try:
+            self._connection.settimeout(0)
+            return not self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            with contextlib.suppress(OSError):
+                self._connection.settimeout(SECONDS)
 
     def say(self, word: Any) -> None:
         encoded = msgspec.msgpack.encode(word)
@@ -112,27 +126,21 @@ class Talk:
 
 
 class Pair:
-    """One end, number 0 or 1. `device`: where the messages are that it sends and receives."""
+    """One end, number 0 or 1, of messages in host memory."""
 
-    def __init__(self, kind: str, end: int, store: tuple[str, int], name: str, own_host: str) -> None:
-        """Meet the other end, which gives the same `kind` ("gloo" or "nccl"), `name` and `store`: the host and port of
-        a store, of which this end asks over a connection of its own."""
-        self.device = torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
+    def __init__(self, end: int, store: tuple[str, int], name: str, own_host: str) -> None:
+        """Meet the other end, which gives the same `name` and `store`: the host and port of a store, of which this end
+        asks over a connection of its own."""
         self._other = 1 - end
-        patience = timedelta(seconds=SECONDS)
+        patience = timedelta(seconds=MEETING)
         meeting = dist.PrefixStore(name, dist.TCPStore(*store, is_master=False, timeout=patience))
-        groups: Any = dist
-        if kind == "nccl":
-            options = groups.ProcessGroupNCCL.Options()
-            options._timeout = patience
-            self._group: Any = groups.ProcessGroupNCCL(meeting, end, 2, options)
-        else:
-            options = groups.ProcessGroupGloo._Options()
-            options._timeout, options._devices = patience, [_gloo_device(os.getpid(), own_host)]
-            self._group = groups.ProcessGroupGloo(meeting, end, 2, options)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout, options._devices = patience, [_gloo_device(os.getpid(), own_host)]
+        self._group = gloo(meeting, end, 2, options)
 
     def send(self, message: Tensor) -> None:
-        self._group.send([message.to(self.device)], self._other, 0).wait(timedelta(seconds=SECONDS))
+        self._group.send([message], self._other, 0).wait(timedelta(seconds=SECONDS))
 
     def receive(self, message: Tensor) -> None:
         self._group.recv([message], self._other, 0).wait(timedelta(seconds=SECONDS))

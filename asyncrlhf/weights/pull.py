@@ -23,7 +23,7 @@ from torch import Tensor
 from asyncrlhf.abc.transfer import WeightTransfer
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import WeightHandle
-from asyncrlhf.weights.checksum import combine, copy_and_checksum
+from asyncrlhf.weights.checksum import copy_and_checksum, require_checksum
 from asyncrlhf.weights.layout import Box
 from asyncrlhf.weights.plan import Move, Plan
 from asyncrlhf.weights.regions import region
@@ -96,9 +96,4 @@ def require_whole(receipts: Iterable[Receipt], handle: WeightHandle) -> None:
             for box, value in sums.items():
                 if found[name].setdefault(box, value) != value:
                     raise PublishRefused(f"version {handle.version}: ranks of one engine read {name!r} differently")
-    digest = combine((name, sum(sums.values()) % (1 << 64)) for name, sums in found.items())
-    if digest != handle.checksum:
-        raise PublishRefused(
-            f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that arrived "
-            f"have {digest:#x}; they are not used"
-        )
+    require_checksum(handle, ((name, sum(sums.values()) % (1 << 64)) for name, sums in found.items()))

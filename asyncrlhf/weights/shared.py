@@ -33,11 +33,19 @@ Layout = tuple[tuple[str, str, tuple[int, ...], int], ...]
 """(name, dtype, shape, offset) of every tensor."""
 
 
+class _Descriptor:
+    """Of a file, which is closed with the last that refers to this."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Area:
     """Shared memory that this process writes."""
 
-    descriptor: int
+    descriptor: _Descriptor
     memory: mmap.mmap
     token: bytes
     layout: Layout
@@ -55,18 +63,20 @@ class SharedMemoryTransfer:
     @torch.no_grad()
     def send(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """Copy `weights` into the older area. Raises OSError when the machine has no memory for it."""
-        slot, self._sent = self._sent % 2, self._sent + 1
+        slot = self._sent % 2
         layout, size = _layout(weights)
         area = self._areas[slot]
         if area is None or area.layout != layout:
+            self._areas[slot] = None
             self._areas[slot] = area = self._allocate(layout, size)
         _HEADER.pack_into(area.memory, 0, area.token, version, -1)
         for name, tensor in weights.items():
             area.tensors[name].copy_(tensor)
         _HEADER.pack_into(area.memory, 0, area.token, version, version)
+        self._sent += 1
         return {
             "pid": os.getpid(),
-            "descriptor": area.descriptor,
+            "descriptor": area.descriptor.number,
             "token": area.token,
             "size": size,
             "version": version,
@@ -90,10 +100,9 @@ class SharedMemoryTransfer:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _allocate(self, layout: Layout, size: int) -> _Area:
-        descriptor = os.memfd_create("asyncrlhf-weights", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, descriptor)
-        os.posix_fallocate(descriptor, 0, size)
-        memory = mmap.mmap(descriptor, size)
+        descriptor = _Descriptor(os.memfd_create("asyncrlhf-weights", os.MFD_CLOEXEC))
+        os.posix_fallocate(descriptor.number, 0, size)
+        memory = mmap.mmap(descriptor.number, size)
         tensors = {name: _view(memory, dtype, shape, offset) for name, dtype, shape, offset in layout}
         return _Area(descriptor, memory, os.urandom(16), layout, tensors)
 

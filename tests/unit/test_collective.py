@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -16,7 +18,7 @@ from msgspec.structs import replace
 
 from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.messages import WeightHandle
-from asyncrlhf.weights import whereabouts
+from asyncrlhf.weights import collective, whereabouts
 from asyncrlhf.weights.assemble import AssembledTransfer
 from asyncrlhf.weights.collective import (
     CollectiveTransfer,
@@ -167,9 +169,14 @@ def test_a_stranger_is_turned_away_and_engines_get_their_weights(word: bytes) ->
     payload = sender.send(0, weights(0))
     with socket.create_connection((payload["outlet"]["host"], payload["outlet"]["port"]), 30) as stranger:
         stranger.sendall(word)
-        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may have been turned away by now
+            stranger.shutdown(socket.SHUT_WR)
         require_whole(receive(payload), 0)
-        assert stranger.recv(1) == b""
+        try:
+            said = stranger.recv(1)
+        except ConnectionError:  # what it has said was not read to the end
+            said = b""
+        assert said == b""
 
 
 def test_whoever_does_not_know_the_key_gets_nothing() -> None:
@@ -184,8 +191,8 @@ def test_one_that_comes_and_never_meets_keeps_nobody_waiting() -> None:
     payload = sender.send(0, weights(0))
     where = payload["outlet"]
     talk = Talk(socket.create_connection((where["host"], where["port"]), 30))
-    talk.say(_Comes(where["key"], ""))
-    assert talk.hear(_Meets).kind == "gloo"
+    talk.say(_Comes(where["key"]))
+    assert talk.hear(_Meets).name
     require_whole(receive(payload), 0)
     talk.close()
 
@@ -194,8 +201,8 @@ def test_n14_an_engine_that_stands_still_in_a_message_holds_up_nobody_and_is_tol
     sender = CollectiveTransfer(CAP)
     where = sender.send(0, weights(0))["outlet"]
     talk = Talk(socket.create_connection((where["host"], where["port"]), 30))
-    talk.say(_Comes(where["key"], ""))
-    pair = Pair("gloo", 1, (where["host"], where["store"]), talk.hear(_Meets).name, talk.own_host)
+    talk.say(_Comes(where["key"]))
+    pair = Pair(1, (where["host"], where["store"]), talk.hear(_Meets).name, talk.own_host)
     talk.say((0, 0, CAP))
     assert talk.hear(str) == ""
     sender.send(1, weights(1))
@@ -214,8 +221,10 @@ def test_n14_what_arrives_is_one_version_however_fast_newer_ones_are_put() -> No
 
     newest = [sender.send(0, model(0))]
     mixed: list[str] = []
+    arrived: list[set[int]] = [set(), set()]
+    first = [threading.Event(), threading.Event()]
 
-    def follow() -> None:
+    def follow(number: int) -> None:
         receiver, version = CollectiveTransfer(CAP), -1
         while version < count - 1:
             payload = newest[0]
@@ -225,16 +234,20 @@ def test_n14_what_arrives_is_one_version_however_fast_newer_ones_are_put() -> No
                 continue
             version = payload["version"]
             mixed.extend(name for name, tensor in found.items() if not bool((tensor == version).all()))
+            arrived[number].add(version)
+            first[number].set()
 
-    threads = [threading.Thread(target=follow, daemon=True) for _ in range(2)]
+    threads = [threading.Thread(target=follow, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
         thread.start()
+    assert all(event.wait(50) for event in first)
     for version in range(1, count):
         newest[0] = sender.send(version, model(version))
     for thread in threads:
         thread.join(50)
         assert not thread.is_alive()
     assert not mixed
+    assert all({0, count - 1} <= versions for versions in arrived)
 
 
 def put(pipe: Connection) -> None:
@@ -264,3 +277,55 @@ def test_l7_a_trainer_that_is_killed_fails_the_engine_that_reads_from_it() -> No
     finally:
         process.kill()
         process.join(10)
+
+
+@pytest.mark.timeout(150)
+def test_a_trainer_whose_process_ends_with_live_pairs_ends_well() -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=put, args=(there,), daemon=True)
+    process.start()
+    try:
+        assert here.poll(50)
+        payload = here.recv()
+        receiver = CollectiveTransfer(CAP)
+        require_whole(dict(receiver.receive(payload)), 0)
+        where = payload["outlet"]
+        talk = Talk(socket.create_connection((where["host"], where["port"]), 30))
+        talk.say(_Comes(where["key"]))
+        assert talk.hear(_Meets).name, "and one that it waits for"
+        here.send("end")
+        process.join(50)
+        assert process.exitcode == 0
+        talk.close()
+    finally:
+        process.kill()
+        process.join(10)
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    accept, refusals = socket.socket.accept, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * 2
+
+    def refuse(listener: socket.socket) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(collective, "PAUSE", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", refuse)
+    sender = CollectiveTransfer(CAP)
+    require_whole(receive(sender.send(0, weights(0))), 0)
+    assert capfd.readouterr().err.count("a connection was not accepted: OSError: [Errno 24]") == 2
+
+
+def test_what_belonged_to_a_trainer_that_is_gone_is_closed_when_the_next_one_is_met() -> None:
+    first, second, lives = CollectiveTransfer(CAP), CollectiveTransfer(CAP), CollectiveTransfer(CAP)
+    receiver, payloads = CollectiveTransfer(CAP), [sender.send(0, weights(0)) for sender in (first, second, lives)]
+    for payload in (payloads[0], payloads[2]):
+        require_whole(dict(receiver.receive(payload)), 0)
+    assert first._outlet is not None
+    first._outlet.close()
+    require_whole(dict(receiver.receive(payloads[1])), 0)
+    assert list(receiver._intakes) == [payload["outlet"]["key"] for payload in (payloads[2], payloads[1])]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -42,13 +43,12 @@ INPROC = "asyncrlhf.weights.inproc:InprocTransfer"
     cuts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     block=st.sampled_from([4, 7, 16, 1 << 10]),
-    run=st.sampled_from([1, 8, 16, 64]),
 )
 @settings(max_examples=200)
 def test_a_checksum_is_the_sum_of_those_of_parts(
-    shape: list[int], cuts: list[int], dtype: torch.dtype, block: int, run: int
+    shape: list[int], cuts: list[int], dtype: torch.dtype, block: int
 ) -> None:
-    """In blocks so small that rows cross their ends, and with runs that no cut respects."""
+    """In blocks so small that rows cross their ends, and with cuts through words."""
     shape[-1] *= 4
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
     boxes = [full_box(shape)]
@@ -58,7 +58,7 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
         boxes = [(*box[:dim], side, *box[dim + 1 :]) for box in boxes for side in sides]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checksums, "BLOCK", block)
-        patched.setattr(checksums, "RUN", run)
+        patched.setattr(checksums, "_own", threading.local())
         patched.setattr(checksums, "PIECE", 64)
         checksums._weights.cache_clear()
         regions = [tuple(slice(*side) for side in box) for box in boxes]
@@ -77,20 +77,75 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
 def test_checksums_are_the_same_everywhere() -> None:
     """On machines with other processors, and with a block that is whole and a rest."""
     assert tensor_checksum(torch.arange(5.0)) == 5850125558293328863
-    large = torch.arange(300_000, dtype=torch.float32).to(torch.bfloat16).view(1000, 300)
-    assert tensor_checksum(large) == 17904216712231852493
+    large = torch.arange(1_200_000, dtype=torch.float32).to(torch.bfloat16).view(4000, 300)
+    assert tensor_checksum(large) == 6855866763097111605
 
 
-def test_a_checksum_tells_places_apart_between_runs() -> None:
-    matrix = torch.arange(64.0 * 256).view(64, 256)
-    before = tensor_checksum(matrix)
-    changed = [matrix.flip(0), matrix.roll(128, 1), matrix.clone()]
-    changed[2][5, 7] = -matrix[5, 7]
-    assert len({before, *map(tensor_checksum, changed)}) == 4
-    run = torch.cat([matrix[:, :64].roll(2, 1), matrix[:, 64:]], 1)
-    assert tensor_checksum(run) == before, "within 512 bytes of a row they are only added"
-    vector = torch.arange(256.0)
-    assert tensor_checksum(vector) != tensor_checksum(vector.flip(0))
+def negate(table: Tensor, columns: slice) -> Tensor:
+    changed = table.clone()
+    changed[:, columns] *= -1
+    return changed
+
+
+def permuted(table: Tensor, width: int, order: list[int]) -> Tensor:
+    """Groups of `width` columns, the first of them in another order."""
+    columns = torch.arange(table.shape[1]).view(-1, width)
+    columns[: len(order)] = columns[order].clone()
+    return table[:, columns.view(-1)]
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "an odd column negated": lambda table: negate(table, slice(5, 6)),
+    "two odd columns negated": lambda table: negate(table, slice(5, 9, 2)),
+    "every fourth column negated": lambda table: negate(table, slice(3, None, 4)),
+    "every column negated": lambda table: negate(table, slice(None)),
+    "two heads swapped": lambda table: permuted(table, 64, [1, 0]),
+    "groups of 8 columns permuted": lambda table: permuted(table, 8, [2, 0, 1]),
+    "pairs swapped": lambda table: permuted(table, 2, [1, 0]),
+    "pairs reversed": lambda table: table.view(len(table), -1, 2).flip(1).reshape(table.shape),
+    "columns reversed": lambda table: table.flip(1),
+    "rows reversed": lambda table: table.flip(0),
+    "two rows swapped": lambda table: table[[1, 0, *range(2, len(table))]],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("columns", [128, 256])
+def test_a_checksum_sees_signs_and_places(change: str, dtype: torch.dtype, columns: int) -> None:
+    table = torch.randn(64, columns, generator=torch.Generator().manual_seed(columns)).to(dtype)
+    changed = CHANGES[change](table).contiguous()
+    assert tensor_checksum(changed) != tensor_checksum(table)
+
+
+@given(
+    seed=st.integers(0, 1 << 20),
+    places=st.sets(st.integers(0, 16 * 24 - 1), min_size=1, max_size=24),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    columns=st.sampled_from([24, 3, 384]),
+)
+@settings(max_examples=300)
+def test_a_checksum_sees_any_signs_that_change_and_any_values_that_change_places(
+    seed: int, places: set[int], dtype: torch.dtype, columns: int
+) -> None:
+    """In rows of whole words, in others, and in a vector."""
+    table = torch.randn(16 * 24, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    where, shape = torch.tensor(sorted(places)), (-1,) if columns == 384 else (-1, columns)
+    flipped, moved = table.clone(), table.clone()
+    flipped[where] = -table[where]
+    moved[where] = table[where.roll(1)]
+    before = tensor_checksum(table.view(shape))
+    assert tensor_checksum(flipped.view(shape)) != before
+    assert torch.equal(moved, table) or tensor_checksum(moved.view(shape)) != before
+
+
+@given(places=st.lists(st.integers(0, 127), min_size=2, max_size=2, unique=True), row=st.integers(0, 7))
+def test_a_checksum_sees_two_signs_that_change_opposite_ways(places: list[int], row: int) -> None:
+    table = torch.zeros(8, 128)
+    table[row, places] = torch.tensor([1.5, -1.5])
+    changed = table.clone()
+    changed[row] *= -1
+    assert tensor_checksum(changed) != tensor_checksum(table)
 
 
 def received(handle: WeightHandle) -> dict[str, Tensor]:

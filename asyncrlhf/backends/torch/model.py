@@ -170,7 +170,7 @@ class Model:
         `input_ids` int64 [R, L]; `hidden_index` int64 [T] into the R * L positions, row after row. Only those pass
         through the head, so that the logits of prompt tokens never exist.
         """
-        self._require_loaded()
+        self.require_loaded()
         self._selected = hidden_index
         with self._precision():
             run = self._runner if torch.is_grad_enabled() else self.module
@@ -223,10 +223,10 @@ class Model:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once (tied ones under their first name), in name order."""
-        self._require_loaded()
+        self.require_loaded()
         return dict(sorted(self.module.named_parameters()))
 
-    def _require_loaded(self) -> None:
+    def require_loaded(self) -> None:
         if self._away is not None:
             raise GroupError(
                 f"model = {str(self.directory)!r} is offloaded, and was asked for something; onload it first"

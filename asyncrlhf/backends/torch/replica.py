@@ -11,7 +11,7 @@ from asyncrlhf.abc import WeightTransfer
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
-from asyncrlhf.weights.checksum import combine, copy_and_checksum
+from asyncrlhf.weights.checksum import copy_and_checksum, require_checksum
 from asyncrlhf.weights.layout import full_box
 
 __all__ = ("Replica",)
@@ -72,13 +72,13 @@ class Replica:
 
     @torch.no_grad()
     def refill(self, handle: WeightHandle) -> None:
-        """After `release`: receive weights into the set in use. Raises PublishRefused as `prepare` does; both sets are
-        free then."""
+        """After `release`: receive weights into the set in use. Raises PublishRefused as `prepare` does; whatever it
+        raises, both sets are free then."""
         for name, parameter in self._parameters.items():
             parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=parameter.device)
         try:
             self._receive(handle, {name: parameter.data for name, parameter in self._parameters.items()})
-        except PublishRefused:
+        except BaseException:
             self.release()
             raise
         self._checksum = handle.checksum
@@ -96,11 +96,7 @@ class Replica:
             parts[name] = copy_and_checksum(tensor, target, full_box(tensor.shape), tensor.shape)
         if missing := sorted(into.keys() - parts.keys()):
             raise PublishRefused(f"version {handle.version} lacks {len(missing)} parameters, among them {missing[0]!r}")
-        if (digest := combine(parts.items())) != handle.checksum:
-            raise PublishRefused(
-                f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that "
-                f"arrived have {digest:#x}; they are not used"
-            )
+        require_checksum(handle, parts.items())
 
     def _transport(self, path: str) -> WeightTransfer:
         if path not in self._transports:

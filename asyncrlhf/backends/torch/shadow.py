@@ -33,9 +33,11 @@ class TorchShadow(TorchScorer, ShadowEngine):
         super().offload()
 
     def prepare(self, weights: WeightHandle) -> None:
+        self._model.require_loaded()
         self._replica.prepare(weights)
 
     def commit(self, version: int, kv: str) -> Sequence[EngineEvent]:
+        self._model.require_loaded()
         self._replica.commit(version)
         return ()
 

@@ -12,7 +12,7 @@ from asyncrlhf.abc import WeightTransfer
 from asyncrlhf.backends.vllm.slices import Slices, shapes_in
 from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
-from asyncrlhf.weights.checksum import combine, tensor_checksum
+from asyncrlhf.weights.checksum import require_checksum, tensor_checksum
 from asyncrlhf.weights.pull import Receipt
 
 __all__ = ("Arrivals",)
@@ -63,8 +63,11 @@ class Arrivals:
 
     @torch.no_grad()
     def refill(self, handle: WeightHandle) -> Receipt | None:
-        """After `release`: fill the set in use. Raises PublishRefused as `receive` does."""
-        if self._device.type == "cpu":
+        """After `release`: fill the set in use; what is padding is 0. Raises PublishRefused as `receive` does."""
+        if self._device.type != "cpu":  # vLLM has given the memory back as it was found
+            for parameter in self._parameters.values():
+                parameter.zero_()
+        else:
             for name, tensor in self._allocated().items():
                 self._parameters[name].data = tensor
         if self.slices is not None:
@@ -91,11 +94,7 @@ class Arrivals:
                 f"version {handle.version} lacks {len(missing)} parameters of {type(self._model).__name__}, among them "
                 f"{missing[0]!r}"
             )
-        if (digest := combine(parts.items())) != handle.checksum:
-            raise PublishRefused(
-                f"version {handle.version} was announced with checksum {handle.checksum:#x}, but the bytes that "
-                f"arrived have {digest:#x}; they are not used"
-            )
+        require_checksum(handle, parts.items())
 
     @torch.no_grad()
     def swap(self) -> None:

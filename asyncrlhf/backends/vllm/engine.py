@@ -17,7 +17,7 @@ from asyncrlhf.backends.requests import already_complete, why_not
 from asyncrlhf.backends.vllm.answers import Answer
 from asyncrlhf.backends.vllm.core import Core, SamplingParams
 from asyncrlhf.backends.vllm.options import VllmOptions
-from asyncrlhf.errors import GroupError, PublishRefused
+from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import EngineEvent, GenerateRequest, Rejected, WeightHandle, import_object
 from asyncrlhf.weights.collective import is_shared_here
 from asyncrlhf.weights.pull import Receipt, require_whole
@@ -159,10 +159,10 @@ class VllmSampler(GenerateEngine):
         self._require("wake", asleep=True)
         try:
             self._bring("asyncrlhf_wake", weights)
-        except (PublishRefused, GroupError):
+            self._core.on_workers("asyncrlhf_wake_cache")
+        except BaseException:
             self._core.on_workers("asyncrlhf_sleep")
             raise
-        self._core.on_workers("asyncrlhf_wake_cache")
         self._checksum, self._salt = weights.checksum, str(weights.version)
         self.version, self.asleep = weights.version, False
 

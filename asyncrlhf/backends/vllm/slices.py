@@ -1,6 +1,7 @@
 """What one worker needs of every version, read where the trainer's ranks have put it and written where it belongs.
 
-Of M bytes a worker of t reads M/t, and of those each once. This takes a table of where vLLM keeps a family's parameters
+Of M bytes in its machine's memory a worker of t reads M/t, and of those each once; what comes over a network comes
+whole, of every rank that has a slice for it. This takes a table of where vLLM keeps a family's parameters
 (weights/vllm_layout.py), which is held against what vLLM itself has loaded; models of other families are loaded by
 vLLM's own loaders, parameter by parameter (worker.py).
 """
@@ -107,9 +108,6 @@ class _Whole:
 
     def __init__(self, inner: WeightTransfer, layout: Layout, version: int) -> None:
         self._inner, self._parameters, self._version = inner, layout.parameters, version
-
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        return self._inner.send(version, weights)
 
     def receive(self, payload: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         missing = set(self._parameters)
