@@ -184,8 +184,12 @@ class _Outlet:
             talk = Talk(connection)
             thread = threading.Thread(target=self._serve, args=(talk,), name="weights", daemon=True)
             self._served[talk] = thread
-            thread.start()
-        except BaseException:
+            try:
+                thread.start()
+            except RuntimeError:
+                del self._served[talk]
+                raise
+        except LOST:
             connection.close()
             raise
 

@@ -1,16 +1,16 @@
-"""Tensors of a holding: memory for them, the part that a move means, and whether a rank has what a plan expects."""
+"""Tensors of a holding: memory for them, the part that a move means, and whether a rank has what is expected."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.weights.layout import Holding, Layout
 
-__all__ = ("allocate", "dtype_of", "holding_of", "region", "require_tensors")
+__all__ = ("allocate", "dtype_of", "holding_of", "region", "require_shape", "require_tensors")
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -37,6 +37,15 @@ def region(tensor: Tensor, offset: tuple[int, ...], lengths: tuple[int, ...]) ->
         if length != view.shape[dim]:
             view = view.narrow(dim, start, length)
     return view
+
+
+def require_shape(version: int, name: str, found: Sequence[int], expected: Sequence[int] | None) -> None:
+    """Raises PublishRefused for a parameter that an engine's model has in another shape, or (None) not at all."""
+    if expected is None or tuple(found) != tuple(expected):
+        raise PublishRefused(
+            f"version {version} brings {name!r} of shape {tuple(found)}, which this model "
+            f"{'does not have' if expected is None else f'has as {tuple(expected)}'}"
+        )
 
 
 def require_tensors(tensors: Mapping[str, Tensor], holding: Holding | None, side: str) -> None:

@@ -112,7 +112,7 @@ class SharedMemoryTransfer:
             while len(self._mapped) >= _KEPT:
                 del self._mapped[next(iter(self._mapped))]
             try:
-                with open(f"/proc/{key[0]}/fd/{key[1]}", "rb") as file:
+                with open(f"/proc/{key[0]}/fd/{key[1]}", "rb", opener=_at_once) as file:
                     self._mapped[key] = mmap.mmap(file.fileno(), payload["size"], access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
                 raise GroupError(
@@ -131,6 +131,11 @@ class SharedMemoryTransfer:
                 f"weights of version {payload['version']} are gone: their place in process {payload['pid']} holds "
                 f"{held}. A version can be read until the next but one is published"
             )
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Whatever has the number by now: an area that was replaced is closed."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _layout(weights: Mapping[str, Tensor]) -> tuple[Layout, int]:

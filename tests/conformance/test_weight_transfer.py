@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -205,3 +208,34 @@ def test_N14_weights_that_change_their_shape_move_to_new_memory() -> None:
     for version in range(4):
         weights = {"w": torch.full((version + 1, 1000), float(version))}
         assert same_bytes(dict(receiver.receive(sender.send(version, weights)))["w"], weights["w"])
+
+
+def descriptors() -> int:
+    """Areas that this process has open."""
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum("asyncrlhf-weights" in os.readlink(link) for link in links if os.path.lexists(link))
+
+
+def test_areas_that_were_replaced_are_closed() -> None:
+    before, sender = descriptors(), SharedMemoryTransfer()
+    for version in range(6):
+        sender.send(version, {"w": torch.zeros(version + 1)})
+    assert descriptors() <= before + 4, "two areas, and a mapping of each"
+
+
+def test_a_send_that_fails_leaves_the_version_before_it_and_the_next_one_does_so_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sender, receiver = SharedMemoryTransfer(), SharedMemoryTransfer()
+    sender.send(0, {"w": torch.zeros(10)})
+    newest = sender.send(1, {"w": torch.ones(10)})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            sender.send(2, {"w": torch.ones(20)})
+    assert bool((dict(receiver.receive(newest))["w"] == 1).all())
+    sender.send(3, {"w": torch.ones(20)})
+    assert bool((dict(receiver.receive(newest))["w"] == 1).all())

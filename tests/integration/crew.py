@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from asyncrlhf.abc import Engine, EngineHandle, EngineSpec, Place
+from asyncrlhf.backends.torch.away import Away
 from asyncrlhf.backends.torch.options import OptimizerOptions, TrainerOptions
 from asyncrlhf.backends.torch.train import TorchTrainer
 from asyncrlhf.backends.torch.world import gathered
@@ -75,6 +76,17 @@ class Member(Engine):
         tensors += [tensor for own in optimizer.state.values() for tensor in own.values()]
         return sum(getattr(tensor, "_local_tensor", tensor).numel() for tensor in tensors)
 
+    def go_and_come_back(self) -> int:
+        """Have the memory of parameters, buffers and moments taken away and given back; gives its bytes in between."""
+        module, optimizer = self._trainer._model.module, self._trainer._optimizer._adamw
+        held = [*module.parameters(), *module.buffers()]
+        held += [tensor for own in optimizer.state.values() for tensor in own.values()]
+        away = Away(tensor.detach() for tensor in held)
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in held]
+        left = sum(tensor.untyped_storage().nbytes() for tensor in local)
+        away.back()
+        return left
+
     def read(self, handle: WeightHandle) -> dict[str, Any]:
         """What was published."""
         received = import_object(handle.transport)().receive(handle.payload)
@@ -88,6 +100,7 @@ VERBS = {
     "weights": "lead",
     "read": "lead",
     "kept_numbers": "broadcast",
+    "go_and_come_back": "broadcast",
     "become": "broadcast",
     "gradients": "data_parallel",
 }

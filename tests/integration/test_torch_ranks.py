@@ -203,6 +203,20 @@ def test_a_sharded_rank_keeps_its_part_only(crew: Crew, model: str) -> None:
     assert max(parts) < 1.2 * min(parts)
 
 
+def test_M1_parts_whose_memory_was_another_s_for_a_while_train_on_alike(crew: Crew, model: str) -> None:
+    first, second = make_batch(seed=1), make_batch(seed=2)
+    found: list[dict[str, torch.Tensor]] = []
+    for goes in (False, True):
+        crew.become(model, 2, sharding="full")
+        assert crew.step(first, PolicyLoss()).applied
+        if goes:
+            assert crew.call("go_and_come_back") == [0, 0]
+        assert crew.step(second, PolicyLoss()).applied
+        found.append(crew.weights())
+    for name, stayed in found[0].items():
+        torch.testing.assert_close(found[1][name], stayed, rtol=1e-4, atol=1e-6)
+
+
 def test_a_parameter_that_nothing_depends_on_is_named_before_replicas_wait_for_it(model: str) -> None:
     found = Model(model, device="cpu", trained=True)
     require_all_learn(found)

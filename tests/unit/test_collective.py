@@ -10,13 +10,14 @@ import signal
 import socket
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from asyncrlhf.errors import GroupError, PublishRefused
+from asyncrlhf.errors import ConfigError, GroupError, PublishRefused
 from asyncrlhf.messages import WeightHandle
 from asyncrlhf.weights import collective, whereabouts
 from asyncrlhf.weights.assemble import AssembledTransfer
@@ -95,6 +96,14 @@ def test_processes_that_an_engine_starts_read_in_place_what_is_in_the_memory_of_
     assert is_shared_here(alone) is is_shared_here(parts) is here
     monkeypatch.setenv(whereabouts.NODE, "node b")
     assert is_shared_here(alone) is is_shared_here(parts) is elsewhere
+
+
+def test_a_machine_that_does_not_say_who_shares_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(whereabouts, "BOOT", tmp_path / "boot_id")
+    with pytest.raises(ConfigError, match="boot_id"):
+        whereabouts.machine()
 
 
 def test_a_pair_lasts_over_publishes(capfd: pytest.CaptureFixture[str]) -> None:

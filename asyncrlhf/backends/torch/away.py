@@ -29,11 +29,6 @@ class Away:
         for storage, _ in (*self._emptied, *self._kept):
             storage.resize_(0)
 
-    @property
-    def byte_count(self) -> int:
-        """What is kept."""
-        return sum(kept.nbytes() for _, kept in self._kept)
-
     def back(self) -> None:
         """Give every tensor its bytes."""
         while self._kept:

@@ -13,6 +13,7 @@ from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
 from asyncrlhf.weights.checksum import copy_and_checksum, require_checksum
 from asyncrlhf.weights.layout import full_box
+from asyncrlhf.weights.regions import require_shape
 
 __all__ = ("Replica",)
 
@@ -87,13 +88,8 @@ class Replica:
         """Fill a set of buffers, and check what is now in them (before a change of dtype, if any)."""
         parts: dict[str, int] = {}
         for name, tensor in self._transport(handle.transport).receive(handle.payload):
-            target = into.get(name)
-            if target is None or target.shape != tensor.shape:
-                raise PublishRefused(
-                    f"version {handle.version} brings {name!r} of shape {tuple(tensor.shape)}, which this model "
-                    f"{'does not have' if target is None else f'has as {tuple(target.shape)}'}"
-                )
-            parts[name] = copy_and_checksum(tensor, target, full_box(tensor.shape), tensor.shape)
+            require_shape(handle.version, name, tensor.shape, self._shapes.get(name))
+            parts[name] = copy_and_checksum(tensor, into[name], full_box(tensor.shape), tensor.shape)
         if missing := sorted(into.keys() - parts.keys()):
             raise PublishRefused(f"version {handle.version} lacks {len(missing)} parameters, among them {missing[0]!r}")
         require_checksum(handle, parts.items())

@@ -14,6 +14,7 @@ from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
 from asyncrlhf.weights.checksum import require_checksum, tensor_checksum
 from asyncrlhf.weights.pull import Receipt
+from asyncrlhf.weights.regions import require_shape
 
 __all__ = ("Arrivals",)
 
@@ -117,15 +118,11 @@ class Arrivals:
             parameter.data, self._spare[name] = self._spare[name], parameter.data
 
     def _arriving(self, handle: WeightHandle, parts: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Of no other shapes: the model's loaders would take a part of them without a word."""
         if handle.transport not in self._transports:
             self._transports[handle.transport] = import_object(handle.transport)()
         for name, tensor in self._transports[handle.transport].receive(handle.payload):
-            shape = self._shapes.get(name, tensor.shape)
-            if shape != tensor.shape:  # the model's loaders would take a part of it without a word
-                raise PublishRefused(
-                    f"version {handle.version} brings {name!r} of shape {tuple(tensor.shape)}, which this model has as "
-                    f"{tuple(shape)}"
-                )
+            require_shape(handle.version, name, tensor.shape, self._shapes.get(name, tensor.shape))
             arrived = tensor.to(self._device)
             parts[name] = tensor_checksum(arrived)
             yield name, arrived

@@ -25,7 +25,7 @@ from asyncrlhf.weights.layout import Holding, Layout, Place, Shelf, places
 from asyncrlhf.weights.parts import ASSEMBLED
 from asyncrlhf.weights.plan import Plan, make_plan
 from asyncrlhf.weights.pull import Receipt, pull
-from asyncrlhf.weights.regions import region
+from asyncrlhf.weights.regions import region, require_shape
 from asyncrlhf.weights.shapes import Dtype, model_shape
 from asyncrlhf.weights.vllm_layout import VllmParallel, vllm_layout
 
@@ -114,11 +114,7 @@ class _Whole:
         for name, tensor in self._inner.receive(payload):
             missing.discard(name)
             known = self._parameters.get(name)
-            if known is None or tuple(tensor.shape) != known.shape:
-                raise PublishRefused(
-                    f"version {self._version} brings {name!r} of shape {tuple(tensor.shape)}, which this model "
-                    f"{'does not have' if known is None else f'has as {known.shape}'}"
-                )
+            require_shape(self._version, name, tensor.shape, known and known.shape)
             yield name, tensor
         if missing:
             raise PublishRefused(
