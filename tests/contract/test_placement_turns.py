@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from algorithms.ppo import PPO
-from asyncrlhf.observe import EngineBusy, Evaluated, Measured, StepEnded, TurnTaken
+from asyncrlhf.observe import EngineBusy, Evaluated, Fenced, Measured, Restarted, StepEnded, TurnTaken
 from asyncrlhf.testing import FakeSamplerOptions, Fault, Run, Scenario, Timing, build_run, run_virtual
 from tests.contract.inspector import go
 from tests.contract.test_core_invariants import ends_well
@@ -103,6 +103,31 @@ def test_a_dead_sampler_gives_its_turn_back(kind: Any, verb: str) -> None:
 def test_a_lost_reference_gives_its_turn_back(verb: str) -> None:
     run = ends_well(PPO, replace(TOGETHER, faults=[Fault(group="reference", at=20.0, kind="lost", verb=verb)]))
     assert not overlaps(run)
+
+
+@pytest.mark.parametrize("verb", ["offload", "onload"])
+def test_a_reference_that_cannot_change_over_is_started_again(verb: str) -> None:
+    run = ends_well(PPO, replace(TOGETHER, faults=[Fault(group="reference", at=20.0, kind="die", verb=verb)]))
+    assert not overlaps(run)
+    assert {event.group for event in run.events_of(Restarted)} == {"reference"}
+
+
+@pytest.mark.parametrize("together", [ALL, ALL[1:], ALL[:2]])
+@pytest.mark.parametrize("kind", ["lost", "die"])
+@pytest.mark.parametrize("verb", ["offload", "onload"])
+@pytest.mark.parametrize("group", ["policy", "critic"])
+def test_a_trained_model_that_cannot_change_over_ends_the_run(group: str, verb: str, kind: Any, together: Any) -> None:
+    """In its own name, whoever waits for the devices: no other engine is blamed for it."""
+    fault = Fault(group=group, at=60.0, kind=kind, verb=verb)
+    scenario = replace(TOGETHER, rows=40, together=(together,), max_staleness=4, lookahead=2, faults=[fault])
+    run = go(PPO, scenario, minibatches=2)
+    if group not in dict(together):
+        assert run.reason == "completed"
+        return
+    assert run.reason == ("EngineLost" if kind == "lost" else "GroupError")
+    assert f"group '{group}', rank 0" in str(run.error)
+    assert not run.events_of(Fenced)
+    assert not run.events_of(Restarted)
 
 
 @pytest.mark.parametrize("together", [(), (("rollout", ""), ("shadow_critic", ""))])
