@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -51,6 +51,8 @@ class Gate:
         self.last_failure: BaseException | None = None
         self.whereabouts: Callable[[int, int], str] = lambda uid, attempt: ""
         """Where the answers of a lease (uid, attempt) are, in words; set by whoever sends them to engines."""
+        self.held_up: dict[str, float] = {}
+        """Devices -> loop time since when a trained model is kept from them by answers that somebody waits for."""
         self.on_moved: Callable[[], None] = lambda: None
         """Called behind every transaction."""
         self._rows, self._emit = rows, emit
@@ -83,6 +85,11 @@ class Gate:
     def trainer_waits_since(self) -> float | None:
         """Loop time since when the trainer waits, for a batch or for engines to publish to; None while it does not."""
         return self._trainer_since
+
+    @property
+    def stands_since(self) -> float | None:
+        """Loop time since when training waits for others: the trainer, or a trained model for its devices."""
+        return min((x for x in (self._trainer_since, *self.held_up.values()) if x is not None), default=None)
 
     def pops(self) -> bool:
         """Whether the trainer waits for a batch."""
@@ -175,6 +182,19 @@ class Gate:
         if self.ledger.report(uid, attempt, answer, version, token_count):
             self._silence.hear(uid, tokens=True)
             self._moved()
+
+    def pause(self, whom: str, concerns: Callable[[], Container[int]]) -> None:
+        """Others have the devices of `whom`: until `go_on` the time of the leases (uids) that wait for it stands
+        still."""
+        self._silence.pause(whom, concerns)
+
+    def go_on(self, whom: str) -> None:
+        """It has them back."""
+        self._silence.go_on(whom)
+
+    def alive(self) -> None:
+        """Tokens were sampled that no lease stands for."""
+        self.last_moved = self._loop.time()
 
     def score(self, prompt: Prompt) -> None:
         """Generation is over."""

@@ -8,8 +8,9 @@ engine together, which computes their common prefix once.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
@@ -48,6 +49,12 @@ class LeaseReports(Protocol):
     def sample_more(self, prompt: Prompt) -> int: ...
 
     def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None: ...
+
+    def alive(self) -> None: ...
+
+    def pause(self, whom: str, concerns: Callable[[], Container[int]]) -> None: ...
+
+    def go_on(self, whom: str) -> None: ...
 
 
 LAST_WORDS = 5.0
@@ -97,7 +104,11 @@ class RolloutGroup(Follower):
         self._held_back: list[GenerateRequest] = []
         self._held = False
         self._numbers = 0
+        self.max_hold = math.inf
+        """Seconds that answers outside of leases may keep others from the devices of the group."""
         self._outside_count = 0  # answers outstanding that no lease stands for
+        self._hold: asyncio.TimerHandle | None = None
+        self._held_enough = False  # by them
         self._has_work, self._leave = asyncio.Event(), asyncio.Event()
 
     # ---- verbs -------------------------------------------------------------------------------------------------
@@ -193,7 +204,31 @@ class RolloutGroup(Follower):
     @property
     def must_go_on(self) -> bool:
         """Whether somebody waits for these answers who keeps training waiting: an evaluation, a drain."""
-        return self.wants and (self._outside_count > 0 or any(replica.draining for replica in self.replicas))
+        evaluates = self._outside_count > 0 and not self._held_enough
+        return self.wants and (evaluates or any(replica.draining for replica in self.replicas))
+
+    @property
+    def held_enough(self) -> bool:
+        """Whether an evaluation has kept others waiting as long as it may."""
+        return self._held_enough
+
+    def hold_up(self) -> None:
+        """Somebody is kept waiting by what must go on: from now on an evaluation has `max_hold` seconds."""
+        if self._outside_count and self._hold is None and self.max_hold < math.inf:
+            self._hold = asyncio.get_running_loop().call_later(self.max_hold, self.hold_no_longer)
+
+    def hold_no_longer(self) -> None:
+        """The answers outside of leases that are outstanding go on when it is their turn, and keep nobody waiting."""
+        self._held_enough = self.turn.shared and self._outside_count > 0
+        self._note_turn()
+
+    async def rest(self) -> None:
+        self._leases.pause(self.name, lambda: {t.prompt.uid for t in self._tasks.values() if t.lease})
+        await super().rest()
+
+    async def resume(self) -> None:
+        await super().resume()
+        self._leases.go_on(self.name)
 
     def takes_as_it_wakes(self, replica: Replica) -> bool:
         return replica.asleep
@@ -325,6 +360,7 @@ class RolloutGroup(Follower):
             self._leases.report(prompt.uid, prompt.attempt, task.answers[request_id], version, token_count)
         else:
             self.evaluation_tokens += token_count
+            self._leases.alive()
 
     def _settle_tokens(self, request_id: str, segments: Sequence[Segment]) -> None:
         """Report what has not been reported yet, so that every sampled token is counted exactly once."""
@@ -386,4 +422,9 @@ class RolloutGroup(Follower):
         task.answers.pop(request_id, None)
         if self._tasks.pop(request_id, None) is not None:
             self._outside_count -= not task.lease
+        if not self._outside_count:
+            self._held_enough = False
+            if self._hold is not None:
+                self._hold.cancel()
+                self._hold = None
         self._reported.pop(request_id, None)

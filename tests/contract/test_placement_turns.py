@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from algorithms.grpo import GRPO
 from algorithms.ppo import PPO
-from asyncrlhf.observe import EngineBusy, Evaluated, Fenced, Measured, Restarted, StepEnded, TurnTaken
+from asyncrlhf.observe import EngineBusy, Evaluated, Fenced, Measured, Restarted, Settled, StepEnded, TurnTaken
 from asyncrlhf.testing import FakeSamplerOptions, Fault, Run, Scenario, Timing, build_run, run_virtual
 from tests.contract.inspector import go
 from tests.contract.test_core_invariants import ends_well
@@ -23,6 +24,17 @@ LANES = (*ALL[:3], ("reference", "a"), ("reward", "b"))
 SPLIT = (ALL[0], ALL[1], ALL[3]), (ALL[2], ALL[4])
 SLOW = Timing(
     verbs={"step": 5.0, "commit": 1.0, "spawn": 2.0, "logprobs": 1.5, "scores": 1.0, "sleep": 0.5, "wake": 2.0}
+)
+EVALUATES = Scenario(
+    rows=None,
+    train_steps=8,
+    together=(ALL[:2],),
+    timing=SLOW,
+    sampler=FakeSamplerOptions(slots=8, length=40.0, sigma=0.2),
+    evaluation_every=1,
+    max_staleness=2,
+    lookahead=1,
+    probe_gap=0.0,
 )
 TOGETHER = Scenario(rows=16, optional=("reference",), reward_model=True, together=(ALL,), timing=SLOW)
 
@@ -88,6 +100,40 @@ def test_an_evaluation_has_its_answers_before_anybody_trains() -> None:
     labels = [event.label for event in run.events_of(Evaluated)]
     assert len(labels) >= 4
     assert all(re.fullmatch(r"v\d+", label) for label in labels)
+
+
+@pytest.mark.parametrize("together", [ALL[:2], ALL, LANES, ALL[1:]])
+def test_nobody_loses_a_lease_while_others_have_the_devices(together: Any) -> None:
+    """A train step takes longer than a lease may be silent."""
+    slow = replace(SLOW, verbs={**SLOW.verbs, "step": 1000.0})
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=0.8)
+    scenario = replace(TOGETHER, together=(together,), timing=slow, sampler=sampler, max_staleness=4, lookahead=2)
+    run = ends_well(PPO, replace(scenario, stall_timeout=5000.0, lease_timeout=900.0))
+    assert not run.events_of(Restarted)
+    assert not [event for event in run.events_of(Settled) if event.state == "dropped(timeout)"]
+
+
+@pytest.mark.parametrize("hold", [0.0, 60.0])
+def test_an_evaluation_keeps_training_waiting_no_longer_than_it_may(hold: float) -> None:
+    """Eight answers at a time of sixty take 190 s; then they go on between train steps, and have several versions."""
+    scenario = replace(EVALUATES, train_steps=6, evaluation_prompts=60, evaluation_max_hold=hold)
+    run, patient = ends_well(GRPO, scenario), ends_well(GRPO, replace(scenario, evaluation_max_hold=1e4))
+    assert not overlaps(run)
+    assert any(event.label.startswith("mixed") for event in run.events_of(Evaluated))
+    assert not any(event.label.startswith("mixed") for event in patient.events_of(Evaluated))
+    assert run.events[-1].t < 0.7 * patient.events[-1].t
+
+
+@pytest.mark.parametrize("hold", [60.0, 1e6])
+def test_a_hung_engine_with_an_evaluation_holds_nobody_for_ever(hold: float) -> None:
+    """The batch is there at 26 s, and nothing but evaluations is left to sample."""
+    hang = Fault(at=60.0, kind="hang", verb="token")
+    scenario = replace(EVALUATES, evaluation_prompts=8, evaluation_max_hold=hold, replicas=1, faults=[hang])
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=0.8)
+    run = go(GRPO, replace(scenario, sampler=sampler, max_staleness=0, lookahead=0, stall_timeout=500.0))
+    assert run.reason == ("train_steps" if hold == 60.0 else "Stalled"), run.error
+    if run.reason == "Stalled":
+        assert re.search(r"group policy waits \d+\.\d s for group rollout: its turn on set 0", str(run.error))
 
 
 @pytest.mark.parametrize("kind", ["die", "hang", "lost"])

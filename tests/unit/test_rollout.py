@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -80,6 +80,12 @@ class Books:
 
     def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None:
         self.dropped.append((uid, attempt, reason))
+
+    def alive(self) -> None: ...
+
+    def pause(self, whom: str, concerns: Callable[[], Container[int]]) -> None: ...
+
+    def go_on(self, whom: str) -> None: ...
 
 
 class Scene:
