@@ -174,7 +174,7 @@ class Turns:
             return False
         held_by = [sampler for sampler in samplers if sampler.must_go_on]
         for sampler in held_by:
-            sampler.hold_up()
+            sampler.outside.hold_up()
         return not held_by
 
     def _samplers(self, seat: Seat) -> list[RolloutGroup]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -163,7 +163,7 @@ class TrainGroup(Group):
         return result
 
     async def rest(self) -> None:
-        """Leave the devices to others. If it cannot, the run ends with that; raises GroupError while it does not serve."""
+        """Leave the devices to others. If it cannot, that ends the run; raises GroupError while it does not serve."""
         if self._engine is None:
             return
         try:
@@ -178,9 +178,17 @@ class TrainGroup(Group):
         if self._engine is not None:
             await self._ask("onload")
 
-    async def _call(self, verb: str, *arguments: object, after: asyncio.Task[None] | None = None) -> Any:
-        """`after`: the request that the engine is at, if any. Waits for the turn first. Raises as `_ask` does."""
+    async def _call(
+        self,
+        verb: str,
+        *arguments: object,
+        after: asyncio.Task[None] | None = None,
+        told: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """`after`: the request that the engine is at, if any. Waits for the turn first; `told` is called as the engine
+        is told. Raises as `_ask` does."""
         async with self.turn.taken():
+            told()
             return await self._ask(verb, *arguments, after=after)
 
     async def _ask(self, verb: str, *arguments: object, after: asyncio.Task[None] | None = None) -> Any:
@@ -220,12 +228,12 @@ class TrainGroup(Group):
         sent, cancelled = self.log.elapsed(), request.reply.done()
         result: Any = None
         failure: AsyncRLHFError | None = None
-        request.sent.set()
         if not cancelled:
             try:
-                result = await self._call(request.verb, *request.arguments, after=before)
+                result = await self._call(request.verb, *request.arguments, after=before, told=request.sent.set)
             except AsyncRLHFError as error:
                 failure = error
+        request.sent.set()
         if before is not None:
             await asyncio.wait([before])
         if cancelled:

@@ -59,8 +59,8 @@ class Tenant(Protocol):
     turn: Turn
 
     async def rest(self) -> None:
-        """Leave the devices, also when an earlier `rest` or `resume` was cut short. An engine that cannot is ended. It is
-        awaited by whoever comes next, who is told of none of this: once the tenant serves, nothing is raised."""
+        """Leave the devices, also when an earlier `rest` or `resume` was cut short. An engine that cannot is ended.
+        Whoever comes next awaits this, and is told of none of it: once the tenant serves, nothing is raised."""
         ...
 
     async def resume(self) -> None:

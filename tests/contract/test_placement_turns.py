@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -12,10 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from algorithms.grpo import GRPO
+from algorithms.grpo import GRPO, GRPOExperience
 from algorithms.ppo import PPO
+from asyncrlhf.errors import DataLost
 from asyncrlhf.observe import EngineBusy, Evaluated, Fenced, Measured, Restarted, Settled, StepEnded, TurnTaken
 from asyncrlhf.testing import FakeSamplerOptions, Fault, Run, Scenario, Timing, build_run, run_virtual
+from asyncrlhf.testing.shadow import FakeShadow
 from tests.contract.inspector import go
 from tests.contract.test_core_invariants import ends_well
 
@@ -100,6 +102,42 @@ def test_an_evaluation_has_its_answers_before_anybody_trains() -> None:
     labels = [event.label for event in run.events_of(Evaluated)]
     assert len(labels) >= 4
     assert all(re.fullmatch(r"v\d+", label) for label in labels)
+
+
+@dataclass(kw_only=True)
+class ReadsLate(GRPO):
+    """Asks its frozen model within a train step, while answers wait for the sampler to come back."""
+
+    async def generate(self) -> None:
+        async for prompt in self.prompts:
+            self.newest = await self.rollout.sample(prompt)
+            rewards = await self.reward.score(self.newest)
+            advantages = self.advantages(rewards)
+            await self.experience.put(
+                GRPOExperience(rollout=self.newest, rewards=rewards, advantages=advantages, reference_logprobs=None)
+            )
+
+    async def train(self) -> None:
+        async for batch in self.experience.batches():
+            await self.policy.step(batch, self.loss)
+            assert self.reference is not None
+            await self.reference.logprobs(self.newest)
+            await self.coordinator.publish(self.policy)
+
+
+def test_a_frozen_model_is_read_within_a_train_step() -> None:
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=0.8)
+    scenario = replace(TOGETHER, rows=24, max_staleness=4, lookahead=2, sampler=sampler, reward_model=False)
+    run = ends_well(ReadsLate, replace(scenario, together=((ALL[0], ALL[1], ALL[3]),)))
+    assert not overlaps(run)
+
+
+def test_in_the_order_of_admission_others_come_when_the_first_answers_are_there() -> None:
+    """Not with every answer behind one that takes long."""
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=1.2)
+    scenario = replace(TOGETHER, order="admission", max_staleness=4, lookahead=4, rows=24, sampler=sampler)
+    run = ends_well(PPO, scenario)
+    assert order_of(run).count("rollout") <= 2 * len(run.batches) + 2
 
 
 @pytest.mark.parametrize("together", [ALL[:2], ALL, LANES, ALL[1:]])
@@ -188,6 +226,22 @@ def test_a_critic_s_copy_gives_its_values(together: Any) -> None:
     assert len(found) == 8
     for other, count in ((run, 8), (alone, 16)):  # rewards of tokens take no forward, so the critic is asked for them
         assert len([e for e in other.events_of(EngineBusy) if e.group == "critic" and e.work == "apply"]) == count
+
+
+@pytest.mark.parametrize("verb", ["apply", "values"])
+def test_a_copy_is_not_blamed_for_data_that_is_lost(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The train step that needs it ends."""
+    plain: Any = getattr(FakeShadow, verb)
+
+    def lacks(self: FakeShadow, *arguments: Any) -> Any:
+        if arguments[-1].train_step == 2:
+            raise DataLost("the column is gone with its node")
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(FakeShadow, verb, lacks)
+    run = go(PPO, replace(TOGETHER, shadows=2, together=()))
+    assert run.reason == "DataLost"
+    assert not run.events_of(Fenced)
 
 
 @pytest.mark.parametrize("kind", ["lost", "hang", "die"])
