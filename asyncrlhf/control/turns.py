@@ -132,9 +132,11 @@ class Turns:
         others, and a run in which nothing moves is stalled."""
         if any(isinstance(waiter.seat.tenant, FrozenEngine) for waiter in self._waiting):
             live = self._gate.ledger.live
-            self._gate.pause(self.name, lambda: {uid for uid, lease in live.items() if lease.state == "scoring"})
+            self._gate.silence.pause(
+                self.name, lambda: {uid for uid, lease in live.items() if lease.state == "scoring"}
+            )
         else:
-            self._gate.go_on(self.name)
+            self._gate.silence.go_on(self.name)
         waiting = [waiter.seat for waiter in self._waiting if isinstance(waiter.seat.tenant, TrainGroup)]
         if any(sampler.must_go_on for seat in waiting for sampler in self._samplers(seat)):
             self._gate.held_up.setdefault(self.name, asyncio.get_running_loop().time())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Container, Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from weakref import WeakSet
 
@@ -60,7 +60,7 @@ class Gate:
         self._loop = asyncio.get_running_loop()
         self._holders: dict[int, Holder | None] = {}
         self._granted_at: dict[int, float] = {}  # of unfinished leases, oldest first
-        self._silence = Silence(self._loop, lease_timeout, self._expire)
+        self.silence = Silence(self._loop, lease_timeout, self._expire)
         self._waiters: deque[asyncio.Future[Prompt | None]] = deque()
         self._trainer: asyncio.Future[Popped | None] | None = None
         self._trainer_since: float | None = None
@@ -180,17 +180,8 @@ class Gate:
     def report(self, uid: int, attempt: int, answer: int, version: int, token_count: int) -> None:
         """Model tokens of one answer; those of a lease that is gone count as dropped."""
         if self.ledger.report(uid, attempt, answer, version, token_count):
-            self._silence.hear(uid, tokens=True)
+            self.silence.hear(uid, tokens=True)
             self._moved()
-
-    def pause(self, whom: str, concerns: Callable[[], Container[int]]) -> None:
-        """Others have the devices of `whom`: until `go_on` the time of the leases (uids) that wait for it stands
-        still."""
-        self._silence.pause(whom, concerns)
-
-    def go_on(self, whom: str) -> None:
-        """It has them back."""
-        self._silence.go_on(whom)
 
     def alive(self) -> None:
         """Tokens were sampled that no lease stands for."""
@@ -199,7 +190,7 @@ class Gate:
     def score(self, prompt: Prompt) -> None:
         """Generation is over."""
         if self.ledger.score(prompt.uid, prompt.attempt):
-            self._silence.hear(prompt.uid)
+            self.silence.hear(prompt.uid)
             self._moved()
 
     def sample_more(self, prompt: Prompt) -> int:
@@ -326,7 +317,7 @@ class Gate:
             if lease is None:
                 return False
             self._granted_at[lease.uid] = self._loop.time()
-            self._silence.begin(lease.uid)
+            self.silence.begin(lease.uid)
             self._emit(Granted(uid=lease.uid, attempt=lease.attempt, version=lease.granted))
             prompt = self._rows.prompt(lease.uid, lease.attempt, lease.granted)
         except SampleError as error:
@@ -395,7 +386,7 @@ class Gate:
     def _forget(self, uid: int) -> None:
         self._holders.pop(uid, None)
         self._granted_at.pop(uid, None)
-        self._silence.end(uid)
+        self.silence.end(uid)
 
     def _wait_is_over(self) -> None:
         self._timed_out = True
@@ -404,7 +395,7 @@ class Gate:
     def _expire(self) -> None:
         """Lease again what nothing was heard of for too long."""
         live = self.ledger.live
-        for uid in self._silence.take_due(lambda uid: bool(live[uid].tokens)):
+        for uid in self.silence.take_due(lambda uid: bool(live[uid].tokens)):
             self.ledger.drop(uid, live[uid].attempt, "timeout", counts=True, fruitless=True)
         self._advance()
 

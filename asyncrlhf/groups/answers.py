@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncrlhf.abc import EngineHandle, EngineSpec
+from asyncrlhf.flow.silence import Silence
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import GenerateRequest, Prompt, Rollout, Sample, Stored, fetch
 
@@ -28,9 +29,8 @@ class LeaseReports(Protocol):
 
     def alive(self) -> None: ...
 
-    def pause(self, whom: str, concerns: Callable[[], Container[int]]) -> None: ...
-
-    def go_on(self, whom: str) -> None: ...
+    @property
+    def silence(self) -> Silence: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

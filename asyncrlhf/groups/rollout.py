@@ -185,12 +185,12 @@ class RolloutGroup(Follower):
         return self.wants and (self.outside.must_go_on or any(replica.draining for replica in self.replicas))
 
     async def rest(self) -> None:
-        self._leases.pause(self.name, lambda: {t.prompt.uid for t in self._tasks.values() if t.lease})
+        self._leases.silence.pause(self.name, lambda: {t.prompt.uid for t in self._tasks.values() if t.lease})
         await super().rest()
 
     async def resume(self) -> None:
         await super().resume()
-        self._leases.go_on(self.name)
+        self._leases.silence.go_on(self.name)
 
     def takes_as_it_wakes(self, replica: Replica) -> bool:
         return replica.asleep

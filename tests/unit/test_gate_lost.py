@@ -253,12 +253,12 @@ async def test_a_pause_is_no_silence_and_what_came_before_it_counts() -> None:
 
     tasks = [asyncio.ensure_future(work()) for _ in range(2)]
     await asyncio.sleep(20.0)
-    scene.gate.pause("rollout", lambda: {0, 2})
+    scene.gate.silence.pause("rollout", lambda: {0, 2})
     await asyncio.sleep(5.0)
     tasks.append(asyncio.ensure_future(work()))
     await asyncio.sleep(95.0)
     assert lost == {1: 30.0}
-    scene.gate.go_on("rollout")
-    scene.gate.go_on("rollout")
+    scene.gate.silence.go_on("rollout")
+    scene.gate.silence.go_on("rollout")
     await asyncio.wait(tasks)
     assert lost == {1: 30.0, 0: 130.0, 2: 150.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents
 from asyncrlhf.errors import ConfigError, GroupError, SampleError
+from asyncrlhf.flow.silence import Silence
 from asyncrlhf.groups.answers import Sampling, answer_seed
 from asyncrlhf.groups.rollout import LAST_WORDS, Replica, RolloutGroup
 from asyncrlhf.messages import (
@@ -83,9 +84,9 @@ class Books:
 
     def alive(self) -> None: ...
 
-    def pause(self, whom: str, concerns: Callable[[], Container[int]]) -> None: ...
-
-    def go_on(self, whom: str) -> None: ...
+    @property
+    def silence(self) -> Silence:
+        return Silence(asyncio.get_running_loop(), 0.0, lambda: None)
 
 
 class Scene:

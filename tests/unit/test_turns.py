@@ -82,9 +82,9 @@ class Table:
             pass
         self.reads.done.clear()
 
-    async def cut_short(self, claim: Callable[[], Any]) -> None:
+    async def cut_short(self, claim: Callable[[], Any], after: float) -> None:
         task = asyncio.ensure_future(claim())
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(after)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
@@ -103,7 +103,7 @@ async def test_a_sampler_that_was_told_to_leave_has_left_before_another_comes() 
     """Whoever told it has been cancelled meanwhile."""
     table = Table()
     await table.begin()
-    await table.cut_short(lambda: table.reference.call("logprobs"))
+    await table.cut_short(lambda: table.reference.call("logprobs"), 3.0)
     reading = asyncio.ensure_future(table.reference.call("logprobs"))
     while "onload" not in table.reads.done:
         await asyncio.sleep(1.0)
@@ -124,7 +124,7 @@ async def test_a_sampler_whose_return_was_cut_short_leaves_and_comes_back(back: 
         async with table.rollout.turn.taken():
             pass
 
-    await table.cut_short(sample)
+    await table.cut_short(sample, 13.0)  # once the frozen model has left
     if back:
         await sample()
         assert not table.sampler.asleep
