@@ -3,7 +3,9 @@
 A group that asks (training, reading, publishing) waits for the group that has the turn, and whoever samples keeps it
 until it has nothing left to do or others are due: a trained model at once, between two tokens; a model that reads
 answers when what waits for it makes a batch. From the pop of a batch to the next one the sampler does not come back but
-to take weights. Nobody holds a turn while it waits for anything but an engine, so nobody waits in a circle.
+to take weights. Answers of an evaluation keep the others waiting, at most `evaluation.max_hold` seconds. Nobody holds a
+turn while it waits for anything but an engine, so nobody waits in a circle. Whoever cannot leave the devices ends the
+run, or is started again; who comes next only waits.
 """
 
 from __future__ import annotations
