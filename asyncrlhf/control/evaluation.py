@@ -71,7 +71,8 @@ class Evaluator:
             self._rollout.outside.hold_no_longer()
 
     async def finish(self) -> None:
-        """At the end of a run: wait as `hold` does, then cancel."""
+        """At the end of a run: wait as `hold` does, as if nobody had waited yet, then cancel."""
+        self._rollout.outside.hold_again()
         await self.hold()
         if self._running is None:
             return

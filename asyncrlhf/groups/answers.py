@@ -91,12 +91,12 @@ class Replica:
 class Outside:
     """Answers that no lease stands for (of evaluations), and how long they may keep others from shared devices."""
 
-    def __init__(self, on_enough: Callable[[], None]) -> None:
+    def __init__(self, on_change: Callable[[], None]) -> None:
         self.max_hold = math.inf
         """Seconds that others wait for those outstanding."""
         self.enough = False
         """They have waited as long as that."""
-        self._on_enough = on_enough
+        self._on_change = on_change
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -111,10 +111,12 @@ class Outside:
     def end(self, count: int) -> None:
         self._count -= count
         if not self._count:
-            self.enough = False
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            self._forget()
+
+    def hold_again(self) -> None:
+        """Those outstanding have all of that time again."""
+        self._forget()
+        self._on_change()
 
     def hold_up(self) -> None:
         """Somebody has begun to wait."""
@@ -124,7 +126,13 @@ class Outside:
     def hold_no_longer(self) -> None:
         """Nobody waits for those outstanding any more: they go on when it is their group's turn."""
         self.enough = self._count > 0
-        self._on_enough()
+        self._on_change()
+
+    def _forget(self) -> None:
+        self.enough = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def answer_seed(run: int, uid: int, attempt: int, number: int) -> int:

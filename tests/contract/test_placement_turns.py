@@ -165,6 +165,12 @@ def test_an_evaluation_keeps_training_waiting_no_longer_than_it_may(hold: float)
     assert run.events[-1].t < 0.7 * patient.events[-1].t
 
 
+def test_an_evaluation_that_has_been_interrupted_may_end_with_the_run() -> None:
+    """It takes 190 s, of which it has 130 before the last train step and 130 after it."""
+    run = ends_well(GRPO, replace(EVALUATES, train_steps=2, evaluation_prompts=60, evaluation_max_hold=130.0))
+    assert [event.label for event in run.events_of(Evaluated)] == ["v0", "mixed(v1..v2)"]
+
+
 @pytest.mark.parametrize("hold", [60.0, 1e6])
 def test_a_hung_engine_with_an_evaluation_holds_nobody_for_ever(hold: float) -> None:
     """The batch is there at 26 s, and nothing but evaluations is left to sample."""
