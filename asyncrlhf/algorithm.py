@@ -205,7 +205,7 @@ async def _watch(gate: Gate, stall_timeout: float, waits: Callable[[], Sequence[
     whom."""
     loop = asyncio.get_running_loop()
     while True:
-        since = gate.trainer_waits_since
+        since = gate.stands_since
         quiet = 0.0 if since is None else loop.time() - max(since, gate.last_moved)
         if quiet >= stall_timeout:
             raise Stalled(

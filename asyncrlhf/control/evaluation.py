@@ -47,6 +47,7 @@ class Evaluator:
         self._decode, self._show = decode, show
         self._emit, self._elapsed = log.emit, log.elapsed
         self._every, self._temperature, self._max_hold = every, temperature, max_hold
+        rollout.outside.max_hold = max_hold
         self._running: asyncio.Task[None] | None = None
         self._cut_off = ""
 
@@ -62,12 +63,16 @@ class Evaluator:
             self._running.cancel()
 
     async def hold(self) -> None:
-        """Wait for an evaluation under way, at most `max_hold` seconds."""
-        if self._running is not None and not self._running.done():
+        """Wait for an evaluation under way, at most `max_hold` seconds; not for one that has kept others from the
+        devices of its engines as long as that."""
+        shared = self._rollout.turn.shared
+        if self._running is not None and not self._running.done() and not (shared and self._rollout.outside.enough):
             await asyncio.wait([self._running], timeout=self._max_hold)
+            self._rollout.outside.hold_no_longer()
 
     async def finish(self) -> None:
-        """At the end of a run: wait as `hold` does, then cancel."""
+        """At the end of a run: wait as `hold` does, as if nobody had waited yet, then cancel."""
+        self._rollout.outside.hold_again()
         await self.hold()
         if self._running is None:
             return

@@ -3,7 +3,9 @@
 A group that asks (training, reading, publishing) waits for the group that has the turn, and whoever samples keeps it
 until it has nothing left to do or others are due: a trained model at once, between two tokens; a model that reads
 answers when what waits for it makes a batch. From the pop of a batch to the next one the sampler does not come back but
-to take weights. Nobody holds a turn while it waits for anything but an engine, so nobody waits in a circle.
+to take weights. Answers of an evaluation keep the others waiting, at most `evaluation.max_hold` seconds. Nobody holds a
+turn while it waits for anything but an engine, so nobody waits in a circle. Whoever cannot leave the devices ends the
+run, or is started again; who comes next only waits.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.groups import Group, ReferenceGroup, RewardGroup, RolloutGroup, TrainGroup
@@ -122,8 +125,25 @@ class Turns:
                 for other in before:
                     if other.keeps is not None and other.sampler is not None and not other.sampler.must_go_on:
                         other.keeps.set()
+            self._note_waits()
         finally:
             self._advancing = False
+
+    def _note_waits(self) -> None:
+        """Who waits for his turn is not silent for his own sake. Behind answers that must go on training waits for
+        others, and a run in which nothing moves is stalled."""
+        if any(isinstance(waiter.seat.tenant, FrozenEngine) for waiter in self._waiting):
+            live = self._gate.ledger.live
+            self._gate.silence.pause(
+                self.name, lambda: {uid for uid, lease in live.items() if lease.state == "scoring"}
+            )
+        else:
+            self._gate.silence.go_on(self.name)
+        waiting = [waiter.seat for waiter in self._waiting if isinstance(waiter.seat.tenant, TrainGroup)]
+        if any(sampler.must_go_on for seat in waiting for sampler in self._samplers(seat)):
+            self._gate.held_up.setdefault(self.name, asyncio.get_running_loop().time())
+        else:
+            self._gate.held_up.pop(self.name, None)
 
     @asynccontextmanager
     async def held(self, seat: Seat, leave: asyncio.Event | None) -> AsyncGenerator[None, None]:
@@ -149,14 +169,26 @@ class Turns:
         """Whether it may have the turn as soon as nobody else has it."""
         if waiter.leave is not None:
             return self._sampler_is_due(waiter.seat)
-        samplers = [s for other in self._seats if other.meets(waiter.seat) and (s := other.sampler) is not None]
-        if any(sampler.must_go_on for sampler in samplers):
+        samplers = self._samplers(waiter.seat)
+        if (
+            isinstance(waiter.seat.tenant, FrozenEngine)
+            and not self._batch_is_near()
+            and any(self._may_sample(other) for other in self._seats if other.meets(waiter.seat))
+        ):
             return False
-        return (
-            not isinstance(waiter.seat.tenant, FrozenEngine)
-            or self._batch_is_near()
-            or not any(sampler.wants for sampler in samplers)
-        )
+        held_by = [sampler for sampler in samplers if sampler.must_go_on]
+        for sampler in held_by:
+            sampler.outside.hold_up()
+        return not held_by
+
+    def _samplers(self, seat: Seat) -> list[RolloutGroup]:
+        """Those that share devices with it."""
+        return [sampler for other in self._seats if other.meets(seat) and (sampler := other.sampler) is not None]
+
+    def _may_sample(self, seat: Seat) -> bool:
+        """Whether it brings the batch nearer, now or as soon as nobody else has the turn."""
+        sampler = seat.sampler
+        return sampler is not None and sampler.wants and (seat.keeps is not None or self._sampler_is_due(seat))
 
     def _sampler_is_due(self, seat: Seat) -> bool:
         sampler = seat.sampler
@@ -167,10 +199,11 @@ class Turns:
         return sampler.must_go_on or (not seat.holders and (waits or not trains))
 
     def _batch_is_near(self) -> bool:
-        """Whether as many rollouts have been sampled as a train step takes."""
-        ledger = self._gate.ledger
-        sampled = sum(lease.state in ("scoring", "ready") for lease in ledger.live.values())
-        return sampled >= ledger.rules.prompts_per_step
+        """Whether the rollouts that a train step takes have been sampled."""
+        ledger, size = self._gate.ledger, self._gate.ledger.rules.prompts_per_step
+        if ledger.rules.order == "admission":
+            return sum(lease.state != "running" for lease in islice(ledger.live.values(), size)) == size
+        return ledger.sampled_count >= size
 
     def _wanted(self, waiter: _Waiter) -> bool:
         sampler = waiter.seat.sampler

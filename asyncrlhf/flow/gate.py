@@ -51,6 +51,8 @@ class Gate:
         self.last_failure: BaseException | None = None
         self.whereabouts: Callable[[int, int], str] = lambda uid, attempt: ""
         """Where the answers of a lease (uid, attempt) are, in words; set by whoever sends them to engines."""
+        self.held_up: dict[str, float] = {}
+        """Devices -> loop time since when a trained model is kept from them by answers that somebody waits for."""
         self.on_moved: Callable[[], None] = lambda: None
         """Called behind every transaction."""
         self._rows, self._emit = rows, emit
@@ -58,7 +60,7 @@ class Gate:
         self._loop = asyncio.get_running_loop()
         self._holders: dict[int, Holder | None] = {}
         self._granted_at: dict[int, float] = {}  # of unfinished leases, oldest first
-        self._silence = Silence(self._loop, lease_timeout, self._expire)
+        self.silence = Silence(self._loop, lease_timeout, self._expire)
         self._waiters: deque[asyncio.Future[Prompt | None]] = deque()
         self._trainer: asyncio.Future[Popped | None] | None = None
         self._trainer_since: float | None = None
@@ -83,6 +85,11 @@ class Gate:
     def trainer_waits_since(self) -> float | None:
         """Loop time since when the trainer waits, for a batch or for engines to publish to; None while it does not."""
         return self._trainer_since
+
+    @property
+    def stands_since(self) -> float | None:
+        """Loop time since when training waits for others: the trainer, or a trained model for its devices."""
+        return min((x for x in (self._trainer_since, *self.held_up.values()) if x is not None), default=None)
 
     def pops(self) -> bool:
         """Whether the trainer waits for a batch."""
@@ -173,13 +180,17 @@ class Gate:
     def report(self, uid: int, attempt: int, answer: int, version: int, token_count: int) -> None:
         """Model tokens of one answer; those of a lease that is gone count as dropped."""
         if self.ledger.report(uid, attempt, answer, version, token_count):
-            self._silence.hear(uid, tokens=True)
+            self.silence.hear(uid, tokens=True)
             self._moved()
+
+    def alive(self) -> None:
+        """Tokens were sampled that no lease stands for."""
+        self.last_moved = self._loop.time()
 
     def score(self, prompt: Prompt) -> None:
         """Generation is over."""
         if self.ledger.score(prompt.uid, prompt.attempt):
-            self._silence.hear(prompt.uid)
+            self.silence.hear(prompt.uid)
             self._moved()
 
     def sample_more(self, prompt: Prompt) -> int:
@@ -306,7 +317,7 @@ class Gate:
             if lease is None:
                 return False
             self._granted_at[lease.uid] = self._loop.time()
-            self._silence.begin(lease.uid)
+            self.silence.begin(lease.uid)
             self._emit(Granted(uid=lease.uid, attempt=lease.attempt, version=lease.granted))
             prompt = self._rows.prompt(lease.uid, lease.attempt, lease.granted)
         except SampleError as error:
@@ -375,7 +386,7 @@ class Gate:
     def _forget(self, uid: int) -> None:
         self._holders.pop(uid, None)
         self._granted_at.pop(uid, None)
-        self._silence.end(uid)
+        self.silence.end(uid)
 
     def _wait_is_over(self) -> None:
         self._timed_out = True
@@ -384,7 +395,7 @@ class Gate:
     def _expire(self) -> None:
         """Lease again what nothing was heard of for too long."""
         live = self.ledger.live
-        for uid in self._silence.take_due(lambda uid: bool(live[uid].tokens)):
+        for uid in self.silence.take_due(lambda uid: bool(live[uid].tokens)):
             self.ledger.drop(uid, live[uid].attempt, "timeout", counts=True, fruitless=True)
         self._advance()
 

@@ -101,6 +101,11 @@ class Ledger:
         """Rollouts that wait for a pop."""
         return self._census.count("ready")
 
+    @property
+    def sampled_count(self) -> int:
+        """Rollouts whose answers are all there, ready or not."""
+        return self._census.count("scoring") + self.ready_count
+
     def data_left(self) -> bool:
         """Is a prompt left, fresh or to be leased again?"""
         return bool(self.again) or self.data_count is None or self.cursor < self.data_count

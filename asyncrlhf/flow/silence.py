@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from itertools import takewhile
 
 __all__ = ("Silence",)
+
+
+@dataclass(slots=True)
+class _Pause:
+    concerns: Callable[[], Container[int]]
+    since: float
 
 
 class Silence:
@@ -18,6 +25,16 @@ class Silence:
         self._heard_of: dict[int, float] = {}  # the longest silent first
         self._last_token_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._pauses: dict[str, _Pause] = {}
+
+    def pause(self, whom: str, concerns: Callable[[], Container[int]]) -> None:
+        """Until `go_on` nobody works on the leases that `concerns` gives, and their time stands still."""
+        self._pauses.setdefault(whom, _Pause(concerns, self._loop.time()))
+
+    def go_on(self, whom: str) -> None:
+        """The pause is over, if there was one."""
+        if (pause := self._pauses.pop(whom, None)) is not None:
+            self._leave_out(pause)
 
     def begin(self, uid: int) -> None:
         """A lease was granted."""
@@ -38,6 +55,8 @@ class Silence:
     def take_due(self, has_tokens: Callable[[int], bool]) -> list[int]:
         """The leases that count as lost. One without a token yet may be queueing for a decoding slot: it is lost only
         if no other lease gets tokens either."""
+        for pause in self._pauses.values():
+            self._leave_out(pause)
         now, limit = self._loop.time(), self._limit
         silent = [uid for uid, _ in takewhile(lambda item: item[1] + limit <= now, self._heard_of.items())]
         if self._last_token_at + limit > now:
@@ -46,6 +65,15 @@ class Silence:
                 del self._heard_of[uid]
                 self._heard_of[uid] = self._last_token_at
         return silent
+
+    def _leave_out(self, pause: _Pause) -> None:
+        """The pause so far, or since the last time, does not count as silence."""
+        now, concerned = self._loop.time(), pause.concerns()
+        for uid, at in self._heard_of.items():
+            if uid in concerned:
+                self._heard_of[uid] = at + now - max(at, pause.since)
+        self._heard_of = dict(sorted(self._heard_of.items(), key=lambda item: item[1]))
+        pause.since = now
 
     def _arm(self) -> None:
         if self._timer is None and self._limit > 0 and self._heard_of:

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from asyncrlhf.abc import EngineHandle, EngineSpec
+from asyncrlhf.flow.silence import Silence
 from asyncrlhf.groups.supervisor import RestartBudget
 from asyncrlhf.messages import GenerateRequest, Prompt, Rollout, Sample, Stored, fetch
 
-__all__ = ("Replica", "Sampling", "Task", "answer_seed", "token_ids_of")
+__all__ = ("LeaseReports", "Outside", "Replica", "Sampling", "Task", "answer_seed", "token_ids_of")
+
+
+class LeaseReports(Protocol):
+    """Whom the group tells what it knows about leases (the gate)."""
+
+    def report(self, uid: int, attempt: int, answer: int, version: int, token_count: int) -> None: ...
+
+    def score(self, prompt: Prompt) -> None: ...
+
+    def sample_more(self, prompt: Prompt) -> int: ...
+
+    def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None: ...
+
+    def alive(self) -> None: ...
+
+    @property
+    def silence(self) -> Silence: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +78,61 @@ class Replica:
     """Of those that it was brought last."""
     asleep: bool = False
     """Its devices are another group's for now."""
+    changing: bool = False
+    """Told to sleep or to wake, and it has not said that it has."""
     aborting: int = 0
     """Aborts that it has not answered yet."""
     requests: dict[str, GenerateRequest] = field(default_factory=dict[str, GenerateRequest])
     draining: bool = False
     """It is given no new requests, until its group's `release`."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Outside:
+    """Answers that no lease stands for (of evaluations), and how long they may keep others from shared devices."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self.max_hold = math.inf
+        """Seconds that others wait for those outstanding."""
+        self.enough = False
+        """They have waited as long as that."""
+        self._on_change = on_change
+        self._count = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether others wait for them."""
+        return self._count > 0 and not self.enough
+
+    def begin(self, count: int) -> None:
+        self._count += count
+
+    def end(self, count: int) -> None:
+        self._count -= count
+        if not self._count:
+            self._forget()
+
+    def hold_again(self) -> None:
+        """Those outstanding have all of that time again."""
+        self._forget()
+        self._on_change()
+
+    def hold_up(self) -> None:
+        """Somebody has begun to wait."""
+        if self._count and self._timer is None and self.max_hold < math.inf:
+            self._timer = asyncio.get_running_loop().call_later(self.max_hold, self.hold_no_longer)
+
+    def hold_no_longer(self) -> None:
+        """Nobody waits for those outstanding any more: they go on when it is their group's turn."""
+        self.enough = self._count > 0
+        self._on_change()
+
+    def _forget(self) -> None:
+        self.enough = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def answer_seed(run: int, uid: int, attempt: int, number: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import ConfigError, GroupError, PublishRefused
+from asyncrlhf.errors import ConfigError, DataLost, GroupError, PublishRefused
 from asyncrlhf.groups.answers import Replica
 from asyncrlhf.groups.group import Group, spawned
 from asyncrlhf.groups.supervisor import RestartBudget
@@ -70,7 +70,8 @@ class Follower(Group):
             self._on_events(replica, incarnation, events)
 
         replica.handle = await spawned(self._runtime, replica.spec, on_events, self._start_timeout)
-        replica.asleep, replica.version, replica.prepared = False, -1, -1
+        replica.asleep = replica.changing = False
+        replica.version = replica.prepared = -1
 
     # ---- publishing ----------------------------------------------------------------------------------------------
     async def prepare(self, replica: Replica, weights: WeightHandle) -> None:
@@ -139,35 +140,47 @@ class Follower(Group):
         """Every engine leaves its devices at its next token or request; one that does not is ended and fenced."""
         async with asyncio.TaskGroup() as tasks:
             for replica in self.replicas:
-                if replica.handle is not None and not replica.asleep:
+                if replica.handle is not None and (replica.changing or not replica.asleep):
                     replica.asleep = True
                     tasks.create_task(self._change(replica, replica.handle, self.sleeps[0]))
 
     async def resume(self) -> None:
         """Every engine that sleeps comes back. Raises PublishRefused."""
-        async with asyncio.TaskGroup() as tasks:
-            for replica in self.replicas:
-                if replica.handle is not None and replica.asleep:
-                    tasks.create_task(self._wake(replica, replica.handle))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for replica in self.replicas:
+                    if replica.handle is not None and replica.asleep:
+                        tasks.create_task(self._come_back(replica, replica.handle))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         self.flush()
+
+    async def _come_back(self, replica: Replica, handle: EngineHandle) -> None:
+        """An engine whose last change was cut short may be awake, and is not woken twice."""
+        if not replica.changing or await self._change(replica, handle, self.sleeps[0]):
+            await self._wake(replica, handle)
 
     async def _wake(self, replica: Replica, handle: EngineHandle) -> None:
         if await self._change(replica, handle, self.sleeps[1]):
             replica.asleep = False
 
     async def _change(self, replica: Replica, handle: EngineHandle, verb: str, *arguments: object) -> bool:
-        """Whether the engine has done so; else it is gone."""
-        incarnation = replica.incarnation
+        """Whether the engine has done so; else it is gone. It is `changing` until it has answered, also if the caller
+        is cancelled."""
+        incarnation, replica.changing = replica.incarnation, True
         try:
             async with asyncio.timeout(self._reply_timeout):
                 await handle.call(verb, *arguments)
+            replica.changing = False
             return True
         except PublishRefused:
+            replica.changing = False
             raise
         except TimeoutError:
             reason = f"no answer to {verb} within {self._reply_timeout:g} s"
         except GroupError as error:
             reason = str(error)
+        replica.changing = False
         await handle.close(at_once=True)
         if replica.incarnation == incarnation:
             self.on_failure(replica, reason)
@@ -179,12 +192,15 @@ class Follower(Group):
         """What an engine of this incarnation says."""
 
     async def _call(self, replica: Replica, incarnation: int, verb: str, *arguments: object) -> Any:
-        """One call to an engine, unless it was fenced meanwhile. One that fails or is not answered has it fenced."""
+        """One call to an engine, unless it was fenced meanwhile. One that fails or is not answered has it fenced.
+        Raises DataLost, which is not the engine's loss."""
         if replica.incarnation != incarnation:
             return None
         try:
             async with asyncio.timeout(self._reply_timeout):
                 return await self._engine(replica).call(verb, *arguments)
+        except DataLost:
+            raise
         except TimeoutError:
             reason = f"no answer to {verb} within {self._reply_timeout:g} s"
         except GroupError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,12 +83,14 @@ class FrozenEngine:
         """The result, of whichever incarnation gives one. Raises GroupError when there will be none, DataLost when
         what it is to read is gone."""
         while True:
+            engine = await self.serving()
             try:
-                return await self.ask(await self.serving(), verb, *arguments)
+                return await self.ask(engine, verb, *arguments)
             except DataLost:
                 raise
             except EngineLost:
-                continue
+                if not engine.lost:
+                    raise
 
     async def read(self, verb: str, rollouts: Sequence[Rollout]) -> list[Sequence[Any] | DataLost]:
         """What a verb of a model gives for every answer of each rollout, or that this rollout is lost; one forward
@@ -125,7 +127,7 @@ class FrozenEngine:
             return await self._ask(engine, verb, *arguments)
 
     async def rest(self) -> None:
-        """Leave the device to others; one that is lost has left."""
+        """Leave the device to others; one that is lost has left, and one that cannot is given up."""
         await self._move("offload")
 
     async def resume(self) -> None:
@@ -133,9 +135,12 @@ class FrozenEngine:
         await self._move("onload")
 
     async def _move(self, verb: str) -> None:
+        """Whoever asks it next sees that it is lost, and has it started again."""
         if self._now is not None and not self._now.lost:
-            with suppress(EngineLost):  # whoever asks it next sees that, and has it started again
+            try:
                 await self._ask(self._now, verb)
+            except GroupError as error:
+                await self.give_up_on(self._now, str(error))
 
     async def _ask(self, engine: Incarnation, verb: str, *arguments: Any) -> Any:
         if engine.lost:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -65,6 +65,11 @@ class Group(ABC):
     @abstractmethod
     async def handle(self, requests: list[Request]) -> None:
         """Answer these requests, in order."""
+
+    def beside(self, tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None], request: Request) -> None:
+        """Answer a request beside the others; cancelling the caller cancels the work."""
+        task = tasks.create_task(work, name=f"{self.name}.{request.verb}")
+        request.reply.add_done_callback(lambda reply: task.cancel() if reply.cancelled() else None)
 
     async def ask(self, verb: str, *arguments: Any) -> Any:
         """Put a request and await its reply; cancelling the caller cancels the request."""

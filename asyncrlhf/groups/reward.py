@@ -43,8 +43,7 @@ class RewardGroup(Group):
 
     async def handle(self, requests: list[Request]) -> None:
         for request in requests:
-            task = self._tasks.create_task(self._score(request), name=f"{self.name}.score")
-            request.reply.add_done_callback(lambda reply, task=task: task.cancel() if reply.cancelled() else None)
+            self.beside(self._tasks, self._score(request), request)
 
     async def _score(self, request: Request) -> None:
         rollout: Rollout = request.arguments[0]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
-from asyncrlhf.errors import AsyncRLHFError, SampleError
+from asyncrlhf.errors import AsyncRLHFError, PublishRefused, SampleError
+from asyncrlhf.groups.answers import LeaseReports as LeaseReports
+from asyncrlhf.groups.answers import Outside, Task
 from asyncrlhf.groups.answers import Replica as Replica
 from asyncrlhf.groups.answers import Sampling as Sampling
-from asyncrlhf.groups.answers import Task
 from asyncrlhf.groups.answers import answer_seed as answer_seed
 from asyncrlhf.groups.follower import Follower
 from asyncrlhf.groups.group import Request
@@ -36,18 +37,6 @@ from asyncrlhf.observe.events import Sampled
 from asyncrlhf.observe.log import EventLog
 
 __all__ = ("LeaseReports", "Replica", "RolloutGroup", "Sampling", "answer_seed")
-
-
-class LeaseReports(Protocol):
-    """Whom the group tells what it knows about leases (the gate)."""
-
-    def report(self, uid: int, attempt: int, answer: int, version: int, token_count: int) -> None: ...
-
-    def score(self, prompt: Prompt) -> None: ...
-
-    def sample_more(self, prompt: Prompt) -> int: ...
-
-    def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None: ...
 
 
 LAST_WORDS = 5.0
@@ -97,7 +86,7 @@ class RolloutGroup(Follower):
         self._held_back: list[GenerateRequest] = []
         self._held = False
         self._numbers = 0
-        self._outside_count = 0  # answers outstanding that no lease stands for
+        self.outside = Outside(self._note_turn)
         self._has_work, self._leave = asyncio.Event(), asyncio.Event()
 
     # ---- verbs -------------------------------------------------------------------------------------------------
@@ -145,12 +134,12 @@ class RolloutGroup(Follower):
         for replica in replicas or self.replicas:
             replica.draining = False
         self.flush()
-        self._note_turn()
 
     def flush(self) -> None:
         """An engine has come to serve: send what had none to go to, unless all are being drained."""
         waiting, self._held_back = self._held_back, []
         self._dispatch(waiting)
+        self._note_turn()
 
     def fence(self, replica: Replica) -> None:
         """Refuse everything this incarnation may still say. Its leases are dropped, to be leased again; its other
@@ -193,16 +182,29 @@ class RolloutGroup(Follower):
     @property
     def must_go_on(self) -> bool:
         """Whether somebody waits for these answers who keeps training waiting: an evaluation, a drain."""
-        return self.wants and (self._outside_count > 0 or any(replica.draining for replica in self.replicas))
+        return self.wants and (self.outside.must_go_on or any(replica.draining for replica in self.replicas))
+
+    async def rest(self) -> None:
+        self._leases.silence.pause(self.name, lambda: {t.prompt.uid for t in self._tasks.values() if t.lease})
+        await super().rest()
+
+    async def resume(self) -> None:
+        await super().resume()
+        self._leases.silence.go_on(self.name)
 
     def takes_as_it_wakes(self, replica: Replica) -> bool:
         return replica.asleep
 
     async def _wake(self, replica: Replica, handle: EngineHandle) -> None:
-        """With the newest weights; its answers go on."""
-        weights = self.newest()
-        if weights is not None and await self._change(replica, handle, "wake", weights):
-            replica.asleep, replica.version = False, weights.version
+        """With the newest weights; its answers go on. Raises PublishRefused, unless there are newer ones by then."""
+        while (weights := self.newest()) is not None:
+            try:
+                if await self._change(replica, handle, "wake", weights):
+                    replica.asleep, replica.version = False, weights.version
+                return
+            except PublishRefused:
+                if (newest := self.newest()) is None or newest.version == weights.version:
+                    raise
 
     async def _keep_turn(self) -> None:
         """Waits for answers to go on with, then for the turn; has it until there are none, or others are due."""
@@ -231,7 +233,7 @@ class RolloutGroup(Follower):
             request_id = f"{self._numbers}.{prompt.uid}.{prompt.attempt}.{number}"
             task.answers[request_id] = number
             self._tasks[request_id] = task
-            self._outside_count += not task.lease
+            self.outside.begin(not task.lease)
             self._reported[request_id] = Counter()
             yield GenerateRequest(
                 request_id=request_id,
@@ -325,6 +327,7 @@ class RolloutGroup(Follower):
             self._leases.report(prompt.uid, prompt.attempt, task.answers[request_id], version, token_count)
         else:
             self.evaluation_tokens += token_count
+            self._leases.alive()
 
     def _settle_tokens(self, request_id: str, segments: Sequence[Segment]) -> None:
         """Report what has not been reported yet, so that every sampled token is counted exactly once."""
@@ -385,5 +388,5 @@ class RolloutGroup(Follower):
     def _forget(self, task: Task, request_id: str) -> None:
         task.answers.pop(request_id, None)
         if self._tasks.pop(request_id, None) is not None:
-            self._outside_count -= not task.lease
+            self.outside.end(not task.lease)
         self._reported.pop(request_id, None)

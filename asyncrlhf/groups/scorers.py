@@ -50,7 +50,7 @@ class RuleScorer:
         """`decode`: response tokens to text. `silence`: seconds after which a call is asked for a sign of life, above
         the function's own time-out; one that gives none within PATIENCE is started again."""
         self._engine, self._decode, self._silence = engine, decode, silence
-        self._turns = _Turns()
+        self._company = _Company()
 
     @property
     def engine(self) -> None:
@@ -71,11 +71,11 @@ class RuleScorer:
             ground_truth=prompt.ground_truth,
             columns=prompt.columns,
         )
-        async with self._turns.together():
+        async with self._company.together():
             first = await self._engine.serving()
             with suppress(EngineLost):
                 return await self._attempt(first, request)
-        async with self._turns.alone():
+        async with self._company.alone():
             second = await self._engine.serving()
             try:
                 return await self._attempt(second, request)
@@ -111,7 +111,7 @@ class RuleScorer:
             return
 
 
-class _Turns:
+class _Company:
     """Any number of calls together, or one alone. One that asks to be alone waits for those under way, and new ones
     wait for it."""
 

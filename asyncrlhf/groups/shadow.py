@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrlhf.errors import GroupError
+from asyncrlhf.errors import DataLost, GroupError
 from asyncrlhf.groups.answers import Replica
 from asyncrlhf.groups.follower import Follower
-from asyncrlhf.groups.group import Request, emit_busy
+from asyncrlhf.groups.group import Request, emit_busy, refuse
 from asyncrlhf.groups.protocols import shares
 from asyncrlhf.messages import Array, EngineEvent, Failed, Packed, TrainBatch, column_of
 from asyncrlhf.observe.events import Measured
@@ -41,8 +41,7 @@ class ShadowGroup(Follower):
 
     async def handle(self, requests: list[Request]) -> None:
         for request in requests:
-            task = self._tasks.create_task(self._apply(request), name=f"{self.name}.apply")
-            request.reply.add_done_callback(lambda reply, task=task: task.cancel() if reply.cancelled() else None)
+            self.beside(self._tasks, self._apply(request), request)
 
     def flush(self) -> None:
         self._joined.set()
@@ -51,8 +50,12 @@ class ShadowGroup(Follower):
         transform, batch = request.arguments
         found = None
         while found is None:
-            async with self.turn.taken():
-                found = await self._attempt(transform, batch)
+            try:
+                async with self.turn.taken():
+                    found = await self._attempt(transform, batch)
+            except DataLost as error:
+                refuse(request, error)
+                return
             if found is None:
                 self._joined.clear()
                 if not any(replica.serving for replica in self.replicas):
@@ -61,31 +64,34 @@ class ShadowGroup(Follower):
             request.reply.set_result(found)
 
     async def _attempt(self, transform: Packed, batch: TrainBatch) -> Mapping[str, Any] | None:
-        """None: an engine was lost on the way."""
+        """None: an engine was lost on the way. Raises DataLost."""
         serving = [replica for replica in self.replicas if replica.serving]
         if not serving:
             return None
+        oldest = min(replica.version for replica in serving)
         if len(serving) > 1:
             values = await self._values(serving, batch)
             if values is None:
                 return None
             batch = batch.with_columns(values=column_of("token", values))
-        oldest = min(replica.version for replica in serving)
         found = await self._call(serving[0], serving[0].incarnation, "apply", transform, batch)
         if found is not None:
             self.emit(Measured(group=self.name, train_step=batch.train_step, metrics={"version": float(oldest)}))
         return found
 
     async def _values(self, serving: Sequence[Replica], batch: TrainBatch) -> list[Array] | None:
-        """Of every row, from engines that share the rows; None: one was lost."""
+        """Of every row, from engines that share the rows; None: one was lost. Raises DataLost."""
         rows = shares(batch, len(serving))
-        async with asyncio.TaskGroup() as tasks:
-            asked = [
-                tasks.create_task(
-                    self._call(replica, replica.incarnation, "values", batch.take(share).without_origin())
-                )
-                for replica, share in zip(serving, rows, strict=True)
-            ]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [
+                    tasks.create_task(
+                        self._call(replica, replica.incarnation, "values", batch.take(share).without_origin())
+                    )
+                    for replica, share in zip(serving, rows, strict=True)
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         found: dict[int, Array] = {}
         for share, task in zip(rows, asked, strict=True):
             part: Sequence[Array] | None = task.result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from asyncrlhf.errors import AsyncRLHFError, EngineLost, GroupError
 from asyncrlhf.groups.group import Group, Request, TooLate, answer, refuse, within
 from asyncrlhf.groups.ranks import VERBS, start_ranks
 from asyncrlhf.groups.shadow import ShadowGroup
-from asyncrlhf.groups.turn import ALONE, Turn
+from asyncrlhf.groups.turn import ALONE, Turn, end_the_run
 from asyncrlhf.messages import (
     Array,
     Column,
@@ -69,6 +69,7 @@ class TrainGroup(Group):
         self.rejections_since_publish: list[str] = []
         self._runtime = runtime
         self._engine: EngineHandle | None = None
+        self._lost = ""  # the call that it was ended for
         self._tasks: asyncio.TaskGroup | None = None
         self._older: asyncio.Task[None] | None = None
         self._newest: asyncio.Task[None] | None = None
@@ -162,33 +163,54 @@ class TrainGroup(Group):
         return result
 
     async def rest(self) -> None:
-        """Leave the devices to others. Raises GroupError."""
-        if self._engine is not None:
+        """Leave the devices to others. If it cannot, that ends the run; raises GroupError while it does not serve."""
+        if self._engine is None:
+            return
+        try:
             await self._ask("offload")
+        except AsyncRLHFError as error:
+            if self._tasks is None:
+                raise
+            await end_the_run(error)
 
     async def resume(self) -> None:
         """Come back to them. Raises GroupError."""
         if self._engine is not None:
             await self._ask("onload")
 
-    async def _call(self, verb: str, *arguments: object, after: asyncio.Task[None] | None = None) -> Any:
-        """`after`: the request that the engine is at, if any. Waits for the turn first. Raises as `_ask` does."""
+    async def _call(
+        self,
+        verb: str,
+        *arguments: object,
+        after: asyncio.Task[None] | None = None,
+        told: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """`after`: the request that the engine is at, if any. Waits for the turn first; `told` is called as the engine
+        is told. Raises as `_ask` does."""
         async with self.turn.taken():
+            told()
             return await self._ask(verb, *arguments, after=after)
 
     async def _ask(self, verb: str, *arguments: object, after: asyncio.Task[None] | None = None) -> Any:
-        """Raises EngineLost, and ends the engine, when it does not come back."""
+        """Raises EngineLost, and ends the engine, when it does not come back; for other calls to it, too."""
         try:
             call = self.engine.call(verb, *arguments)
             return await within(self._call_timeout, call, f"group {self.name!r}: {verb}", after=after)
         except TooLate as error:
+            self._lost = self._lost or str(error)
             await self.engine.close(at_once=True)
-            raise EngineLost(str(error)) from None
+        except GroupError:
+            if not self._lost:
+                raise
+        raise EngineLost(self._lost)
 
     # ---- the actor ---------------------------------------------------------------------------------------------
     async def serve(self) -> None:
-        async with asyncio.TaskGroup() as self._tasks:
-            await super().serve()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await super().serve()
+        finally:
+            self._tasks = None
 
     async def handle(self, requests: list[Request]) -> None:
         """Sends the engine a request while it is at the one before, and no more: it works on them in order, and waits
@@ -206,12 +228,12 @@ class TrainGroup(Group):
         sent, cancelled = self.log.elapsed(), request.reply.done()
         result: Any = None
         failure: AsyncRLHFError | None = None
-        request.sent.set()
         if not cancelled:
             try:
-                result = await self._call(request.verb, *request.arguments, after=before)
+                result = await self._call(request.verb, *request.arguments, after=before, told=request.sent.set)
             except AsyncRLHFError as error:
                 failure = error
+        request.sent.set()
         if before is not None:
             await asyncio.wait([before])
         if cancelled:

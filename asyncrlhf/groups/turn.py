@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-__all__ = ("ALONE", "Tenant", "Turn")
+from asyncrlhf.errors import AsyncRLHFError
+
+__all__ = ("ALONE", "Tenant", "Turn", "end_the_run")
 
 
 class Turn(Protocol):
@@ -57,9 +59,22 @@ class Tenant(Protocol):
     turn: Turn
 
     async def rest(self) -> None:
-        """Leave the devices. An engine that cannot is ended."""
+        """Leave the devices, also when an earlier `rest` or `resume` was cut short. An engine that cannot is ended.
+        Whoever comes next awaits this, and is told of none of it: once the tenant serves, nothing is raised."""
         ...
 
     async def resume(self) -> None:
         """Come back. Engines that have not been started yet, or are gone, have nothing to come back with."""
         ...
+
+
+async def end_the_run(error: AsyncRLHFError) -> NoReturn:
+    """End the run with this error from a callback, and let whoever awaits this wait for that end: it has not failed."""
+    loop = asyncio.get_running_loop()
+    loop.call_soon(_raise, error)
+    await loop.create_future()
+    raise AssertionError("nothing completes it")
+
+
+def _raise(error: AsyncRLHFError) -> NoReturn:
+    raise error

@@ -267,7 +267,7 @@ class FakeHandle:
         for reply in list(self._open):
             _set_error(reply, error)
         if not mute:
-            self._on_events([Failed(reason=str(error))])
+            self._on_events([Failed(reason=str(error), lost=isinstance(error, EngineLost))])
 
     def _described(self, error: BaseException) -> str:
         trace = "".join(traceback.format_exception(error))

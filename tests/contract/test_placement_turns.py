@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -12,9 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from algorithms.grpo import GRPO, GRPOExperience
 from algorithms.ppo import PPO
-from asyncrlhf.observe import EngineBusy, Evaluated, Measured, StepEnded, TurnTaken
+from asyncrlhf.errors import DataLost
+from asyncrlhf.observe import EngineBusy, Evaluated, Fenced, Measured, Restarted, Settled, StepEnded, TurnTaken
 from asyncrlhf.testing import FakeSamplerOptions, Fault, Run, Scenario, Timing, build_run, run_virtual
+from asyncrlhf.testing.shadow import FakeShadow
 from tests.contract.inspector import go
 from tests.contract.test_core_invariants import ends_well
 
@@ -23,6 +26,17 @@ LANES = (*ALL[:3], ("reference", "a"), ("reward", "b"))
 SPLIT = (ALL[0], ALL[1], ALL[3]), (ALL[2], ALL[4])
 SLOW = Timing(
     verbs={"step": 5.0, "commit": 1.0, "spawn": 2.0, "logprobs": 1.5, "scores": 1.0, "sleep": 0.5, "wake": 2.0}
+)
+EVALUATES = Scenario(
+    rows=None,
+    train_steps=8,
+    together=(ALL[:2],),
+    timing=SLOW,
+    sampler=FakeSamplerOptions(slots=8, length=40.0, sigma=0.2),
+    evaluation_every=1,
+    max_staleness=2,
+    lookahead=1,
+    probe_gap=0.0,
 )
 TOGETHER = Scenario(rows=16, optional=("reference",), reward_model=True, together=(ALL,), timing=SLOW)
 
@@ -90,6 +104,85 @@ def test_an_evaluation_has_its_answers_before_anybody_trains() -> None:
     assert all(re.fullmatch(r"v\d+", label) for label in labels)
 
 
+@dataclass(kw_only=True)
+class ReadsLate(GRPO):
+    """Asks its frozen model within a train step, while answers wait for the sampler to come back."""
+
+    async def generate(self) -> None:
+        async for prompt in self.prompts:
+            self.newest = await self.rollout.sample(prompt)
+            rewards = await self.reward.score(self.newest)
+            advantages = self.advantages(rewards)
+            await self.experience.put(
+                GRPOExperience(rollout=self.newest, rewards=rewards, advantages=advantages, reference_logprobs=None)
+            )
+
+    async def train(self) -> None:
+        async for batch in self.experience.batches():
+            await self.policy.step(batch, self.loss)
+            assert self.reference is not None
+            await self.reference.logprobs(self.newest)
+            await self.coordinator.publish(self.policy)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_frozen_model_is_read_within_a_train_step(seed: int) -> None:
+    together = ALL[0], ALL[1], ALL[3]
+    scenario = replace(EVALUATES, evaluation_every=0, optional=("reference",), together=(together,), seed=seed)
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=0.8)
+    run = ends_well(ReadsLate, replace(scenario, train_steps=12, max_staleness=4, lookahead=2, sampler=sampler))
+    assert not [event for event in run.events_of(Settled) if event.state == "dropped(timeout)"]
+    assert not overlaps(run)
+
+
+def test_in_the_order_of_admission_others_come_when_the_first_answers_are_there() -> None:
+    """Not with every answer behind one that takes long."""
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=1.2)
+    scenario = replace(TOGETHER, order="admission", max_staleness=4, lookahead=4, rows=24, sampler=sampler)
+    run = ends_well(PPO, scenario)
+    assert order_of(run).count("rollout") <= 2 * len(run.batches) + 2
+
+
+@pytest.mark.parametrize("together", [ALL[:2], ALL, LANES, ALL[1:]])
+def test_nobody_loses_a_lease_while_others_have_the_devices(together: Any) -> None:
+    """A train step takes longer than a lease may be silent."""
+    slow = replace(SLOW, verbs={**SLOW.verbs, "step": 1000.0})
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=0.8)
+    scenario = replace(TOGETHER, together=(together,), timing=slow, sampler=sampler, max_staleness=4, lookahead=2)
+    run = ends_well(PPO, replace(scenario, stall_timeout=5000.0, lease_timeout=900.0))
+    assert not run.events_of(Restarted)
+    assert not [event for event in run.events_of(Settled) if event.state == "dropped(timeout)"]
+
+
+@pytest.mark.parametrize("hold", [0.0, 60.0])
+def test_an_evaluation_keeps_training_waiting_no_longer_than_it_may(hold: float) -> None:
+    """Eight answers at a time of sixty take 190 s; then they go on between train steps, and have several versions."""
+    scenario = replace(EVALUATES, train_steps=6, evaluation_prompts=60, evaluation_max_hold=hold)
+    run, patient = ends_well(GRPO, scenario), ends_well(GRPO, replace(scenario, evaluation_max_hold=1e4))
+    assert not overlaps(run)
+    assert any(event.label.startswith("mixed") for event in run.events_of(Evaluated))
+    assert not any(event.label.startswith("mixed") for event in patient.events_of(Evaluated))
+    assert run.events[-1].t < 0.7 * patient.events[-1].t
+
+
+def test_an_evaluation_that_has_been_interrupted_may_end_with_the_run() -> None:
+    """It takes 190 s, of which it has 130 before the last train step and 130 after it."""
+    run = ends_well(GRPO, replace(EVALUATES, train_steps=2, evaluation_prompts=60, evaluation_max_hold=130.0))
+    assert [event.label for event in run.events_of(Evaluated)] == ["v0", "mixed(v1..v2)"]
+
+
+@pytest.mark.parametrize("hold", [60.0, 1e6])
+def test_a_hung_engine_with_an_evaluation_holds_nobody_for_ever(hold: float) -> None:
+    """The batch is there at 26 s, and nothing but evaluations is left to sample."""
+    hang = Fault(at=60.0, kind="hang", verb="token")
+    scenario = replace(EVALUATES, evaluation_prompts=8, evaluation_max_hold=hold, replicas=1, faults=[hang])
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=0.8)
+    run = go(GRPO, replace(scenario, sampler=sampler, max_staleness=0, lookahead=0, stall_timeout=500.0))
+    assert run.reason == ("train_steps" if hold == 60.0 else "Stalled"), run.error
+    if run.reason == "Stalled":
+        assert re.search(r"group policy waits \d+\.\d s for group rollout: its turn on set 0", str(run.error))
+
+
 @pytest.mark.parametrize("kind", ["die", "hang", "lost"])
 @pytest.mark.parametrize("verb", ["sleep", "wake", "token"])
 def test_a_dead_sampler_gives_its_turn_back(kind: Any, verb: str) -> None:
@@ -105,6 +198,31 @@ def test_a_lost_reference_gives_its_turn_back(verb: str) -> None:
     assert not overlaps(run)
 
 
+@pytest.mark.parametrize("verb", ["offload", "onload"])
+def test_a_reference_that_cannot_change_over_is_started_again(verb: str) -> None:
+    run = ends_well(PPO, replace(TOGETHER, faults=[Fault(group="reference", at=20.0, kind="die", verb=verb)]))
+    assert not overlaps(run)
+    assert {event.group for event in run.events_of(Restarted)} == {"reference"}
+
+
+@pytest.mark.parametrize("together", [ALL, ALL[1:], ALL[:2]])
+@pytest.mark.parametrize("kind", ["lost", "die"])
+@pytest.mark.parametrize("verb", ["offload", "onload"])
+@pytest.mark.parametrize("group", ["policy", "critic"])
+def test_a_trained_model_that_cannot_change_over_ends_the_run(group: str, verb: str, kind: Any, together: Any) -> None:
+    """In its own name, whoever waits for the devices: no other engine is blamed for it."""
+    fault = Fault(group=group, at=60.0, kind=kind, verb=verb)
+    scenario = replace(TOGETHER, rows=40, together=(together,), max_staleness=4, lookahead=2, faults=[fault])
+    run = go(PPO, scenario, minibatches=2)
+    if group not in dict(together):
+        assert run.reason == "completed"
+        return
+    assert run.reason == ("EngineLost" if kind == "lost" else "GroupError")
+    assert f"group '{group}', rank 0" in str(run.error)
+    assert not run.events_of(Fenced)
+    assert not run.events_of(Restarted)
+
+
 @pytest.mark.parametrize("together", [(), (("rollout", ""), ("shadow_critic", ""))])
 def test_a_critic_s_copy_gives_its_values(together: Any) -> None:
     """Without staleness those of the critic itself, whoever shares its devices."""
@@ -117,6 +235,22 @@ def test_a_critic_s_copy_gives_its_values(together: Any) -> None:
     assert len(found) == 8
     for other, count in ((run, 8), (alone, 16)):  # rewards of tokens take no forward, so the critic is asked for them
         assert len([e for e in other.events_of(EngineBusy) if e.group == "critic" and e.work == "apply"]) == count
+
+
+@pytest.mark.parametrize("verb", ["apply", "values"])
+def test_a_copy_is_not_blamed_for_data_that_is_lost(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The train step that needs it ends."""
+    plain: Any = getattr(FakeShadow, verb)
+
+    def lacks(self: FakeShadow, *arguments: Any) -> Any:
+        if arguments[-1].train_step == 2:
+            raise DataLost("the column is gone with its node")
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(FakeShadow, verb, lacks)
+    run = go(PPO, replace(TOGETHER, shadows=2, together=()))
+    assert run.reason == "DataLost"
+    assert not run.events_of(Fenced)
 
 
 @pytest.mark.parametrize("kind", ["lost", "hang", "die"])
@@ -190,7 +324,10 @@ def test_turns_are_exclusive_and_everything_ends(data: st.DataObject) -> None:
         publish_overlap=bound > 0 and data.draw(st.booleans()),
         faults=faults,
         sampler=FakeSamplerOptions(slots=data.draw(st.integers(2, 8)), length=12.0, sigma=data.draw(st.floats(0, 1))),
-        evaluation_every=data.draw(st.sampled_from([0, 2])),
+        evaluation_every=data.draw(st.sampled_from([0, 1, 2])),
+        evaluation_prompts=data.draw(st.sampled_from([2, 12])),
+        evaluation_max_hold=data.draw(st.sampled_from([0.0, 20.0, 1e4])),
+        order=data.draw(st.sampled_from(["ready", "admission"])),
         timing=replace(SLOW, jitter=0.5, latency=data.draw(st.sampled_from([0.0, 0.1]))),
         publish_timeout=100.0,
         lease_timeout=400.0,

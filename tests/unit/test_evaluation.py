@@ -10,6 +10,8 @@ import pytest
 from asyncrlhf.algorithm import cause_of
 from asyncrlhf.control.evaluation import Evaluator
 from asyncrlhf.errors import GroupError, SampleError
+from asyncrlhf.groups.answers import Outside
+from asyncrlhf.groups.turn import ALONE
 from asyncrlhf.messages import PerSample, Prompt, Rollout
 from asyncrlhf.observe import EventLog
 from asyncrlhf.testing import run_virtual
@@ -17,6 +19,8 @@ from tests.unit.test_model_scorer import rollout
 
 
 class Answers:
+    turn, outside = ALONE, Outside(lambda: None)
+
     async def evaluate(self, prompt: Prompt, temperature: float) -> Rollout:
         return rollout(prompt.uid, (1,))
 

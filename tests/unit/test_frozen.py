@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -459,5 +460,29 @@ def test_a_frozen_model_may_have_ranks_which_are_lost_and_started_again_together
         assert sum(sum(rank.rows) for rank in second) == sum(map(len, rows)) > 1
         assert all(rank.rows for rank in second)
         assert engine.incarnation == 1
+
+    run_virtual(main())
+
+
+def test_what_another_group_fails_with_is_not_taken_for_its_own_loss() -> None:
+    class Failing:
+        shared = True
+
+        @asynccontextmanager
+        async def taken(self) -> AsyncGenerator[None]:
+            raise EngineLost("group 'policy', rank 0: killed")
+            yield
+
+        kept = taken
+
+        def note(self) -> None: ...
+
+    async def main() -> None:
+        scene = Scene()
+        await scene.engine.start()
+        scene.engine.turn = cast(Any, Failing())
+        with pytest.raises(EngineLost, match="policy"):
+            await scene.read()
+        assert not (await scene.engine.serving()).lost
 
     run_virtual(main())

@@ -235,3 +235,30 @@ async def test_the_trainer_waits_for_batches_and_for_engines() -> None:
     with scene.gate.trainer_waits():
         assert scene.gate.trainer_waits_since == 3.0
     assert scene.gate.trainer_waits_since is None
+
+
+@virtual
+async def test_a_pause_is_no_silence_and_what_came_before_it_counts() -> None:
+    scene = Scene(B=3, lease_timeout=30.0)
+    scene.gate.publish(0)
+    lost: dict[int, float] = {}
+
+    async def work() -> None:
+        _, prompt = await leased(scene)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            lost[prompt.uid] = now()
+            raise
+
+    tasks = [asyncio.ensure_future(work()) for _ in range(2)]
+    await asyncio.sleep(20.0)
+    scene.gate.silence.pause("rollout", lambda: {0, 2})
+    await asyncio.sleep(5.0)
+    tasks.append(asyncio.ensure_future(work()))
+    await asyncio.sleep(95.0)
+    assert lost == {1: 30.0}
+    scene.gate.silence.go_on("rollout")
+    scene.gate.silence.go_on("rollout")
+    await asyncio.wait(tasks)
+    assert lost == {1: 30.0, 0: 130.0, 2: 150.0}

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrlhf.abc import EngineHandle, EngineSpec, OnEvents
 from asyncrlhf.errors import ConfigError, GroupError, SampleError
+from asyncrlhf.flow.silence import Silence
 from asyncrlhf.groups.answers import Sampling, answer_seed
 from asyncrlhf.groups.rollout import LAST_WORDS, Replica, RolloutGroup
 from asyncrlhf.messages import (
@@ -80,6 +81,12 @@ class Books:
 
     def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None:
         self.dropped.append((uid, attempt, reason))
+
+    def alive(self) -> None: ...
+
+    @property
+    def silence(self) -> Silence:
+        return Silence(asyncio.get_running_loop(), 0.0, lambda: None)
 
 
 class Scene:
