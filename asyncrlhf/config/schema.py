@@ -155,7 +155,7 @@ class Evaluation(Table, frozen=True, kw_only=True):
     temperature: Amount = 0.0
     """Sampling temperature; 0: greedy."""
     max_hold: Amount = 60.0
-    """Seconds that a publish waits for an evaluation to finish; 0: not at all."""
+    """Seconds that a publish, or on shared devices a train step, waits for an evaluation to finish; 0: not at all."""
     show: Count = 3
     """Answers of each evaluation that the event log and the summary quote, from the first prompts on."""
     judges: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -49,7 +49,8 @@ class FrozenEngine:
         max_restarts: int = 3,
     ) -> None:
         """`specs`: of its ranks, mostly one. `layout`: how they share the model; left out: as data parallel ones.
-        `call_timeout`: seconds after which an engine that has not answered is given up; None: it has for ever.
+        `call_timeout`: seconds after which an engine that has not answered is given up, half of what it has to start;
+        None: it has for ever.
         `max_restarts`: within an hour."""
         self.spec = specs[0]
         self.turn: Turn = ALONE
@@ -201,7 +202,8 @@ class FrozenEngine:
         )
 
     async def _spawn(self) -> EngineHandle:
-        return await start_ranks(self._runtime, self._specs, self._layout, self._events, self._call_timeout)
+        patience = None if self._call_timeout is None else 2 * self._call_timeout  # limits.stall_timeout
+        return await start_ranks(self._runtime, self._specs, self._layout, self._events, patience)
 
     def _events(self, rank: int, events: Sequence[EngineEvent]) -> None:
         for event in events:  # that an engine is lost is seen by its calls
