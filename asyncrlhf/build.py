@@ -199,7 +199,7 @@ def build_groups(
                 max_response_tokens=sampled.max_tokens if sampled else 0,
                 off_policy=config.off_policy,
                 off_policy_cap=config.off_policy_cap,
-                transport=TRANSPORTS.get(config.publish.transport, runtime.transport),
+                transport=_transport(config, runtime),
             )
             groups[name] = kind(
                 name,
@@ -221,7 +221,7 @@ def build_groups(
                 model=models.directories[name],
                 temperature=temperature,
                 head=table.head,
-                transport=TRANSPORTS.get(config.publish.transport, runtime.transport),
+                transport=_transport(config, runtime),
             )
             groups[name] = ShadowGroup(
                 name,
@@ -263,6 +263,11 @@ def build_groups(
         if isinstance(group, ShadowGroup) and isinstance(critic := groups[group.follows], CriticGroup):
             critic.shadow = group
     return groups
+
+
+def _transport(config: Config, runtime: Runtime) -> str:
+    """The WeightTransfer of whoever publishes or follows."""
+    return TRANSPORTS.get(config.publish.transport, runtime.transport)
 
 
 def _engines(table: Compute) -> int:
@@ -335,7 +340,7 @@ def _rollout_group(
         model=models.directories[name],
         slots=table.concurrency,
         max_sequence_tokens=longest,
-        transport=TRANSPORTS.get(config.publish.transport, runtime.transport),
+        transport=_transport(config, runtime),
     )
     specs = [_spec(place, options) for place in where]
     least = config.limits.min_answers

@@ -39,8 +39,8 @@ class _Engine:
             self.slices.appendleft((a, b + (d - c), same))
 
     def forget(self, low: float, high: float) -> None:
-        """Leave out what lies between these two moments, if the second is later."""
-        if high <= low:
+        """Leave out what lies between these two moments, if they are apart."""
+        if high - low < MERGE_SECONDS:
             return
         kept: deque[tuple[float, float, bool]] = deque()
         for start, end, generates in self.slices:

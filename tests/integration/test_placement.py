@@ -85,6 +85,8 @@ def overlapping(*groups: str) -> list[tuple[EngineBusy, EngineBusy]]:
     ("strategy", "in_turn"),
     [
         ("colocate", EVERYTHING),
+        ("flattening", EVERYTHING),
+        ("alternating", EVERYTHING),
         ("interleaving", EVERYTHING[:4]),
         ("split", ("rollout", "policy", "reference")),
         ("standalone", ("rollout", "policy")),
