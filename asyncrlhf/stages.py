@@ -80,14 +80,15 @@ def prepare(config: Config, chain: tuple[str, ...] = ()) -> Stage:
 
 def _placed(config: Config) -> tuple[Config, Wiring, Arrangement | None]:
     """The configuration with what `[placement]` implies."""
-    wiring = wire(config)
+    wiring, written = wire(config), config
     gpus = len(visible_gpus()) if engines_are_here(config) else config.placement.devices
     planned = ""
     if config.placement.strategy == "auto":
         roles = {name: wiring.role(name) for name in wiring.engines}
         config, planned = chosen(config, roles, wiring.engines, gpus, os.cpu_count() or 1)
     config = with_shadows(config, wiring.roles, wiring.shadows)
-    wiring = wire(config)
+    if config is not written:
+        wiring = wire(config)
     roles = {name: wiring.role(name) for name in wiring.engines}
     arrangement = arrange(config, roles, wiring.engines)
     if arrangement is None:

@@ -44,8 +44,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksum(weights: Mapping[str, Tensor]) -> int:
     """63-bit checksum of the bytes of `weights` in name order, whatever order they come in.
 
-    A change of one element is always seen; one of several with all but a chance of about 2^-32, whatever bits it
-    touches, and values that have changed places are told apart.
+    A change of one element of up to 4 bytes is always seen; one of several with all but a chance of about 2^-32,
+    whatever bits it touches, and values that have changed places are told apart.
     """
     return combine((name, tensor_checksum(tensor)) for name, tensor in weights.items())
 

@@ -76,7 +76,7 @@ def test_quickstart_learns_with_vllm_too(directory: Path) -> None:
     assert summary["status"] == "completed"
     rewards = [row["reward/mean"] for row in rows]
     assert len(rewards) == 40
-    assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.03, rewards
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.12, rewards
     assert 0 < summary["staleness"]["max_token_lag"] <= 2
     assert max(row["probe_gap"] for row in rows if "probe_gap" in row) < 1e-4
     tokens = summary["tokens"]
