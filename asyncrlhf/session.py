@@ -302,17 +302,23 @@ class Session:
     async def _train(self) -> None:
         closes: list[Callable[[], None]] = [self.coordinator.close]
         closes += [group.close for group in self.groups.values()] + [queue.close for queue in self._queues()]
-        await run_algorithm(
-            self.algorithm,
-            self.gate,
-            workers=self.config.prompts_per_step * ((self.config.lookahead or 0) + 1),
-            services=[self.coordinator.serve, *(group.serve for group in self.groups.values())],
-            start=self.coordinator.start,
-            finish=self.coordinator.finish,
-            close=closes,
-            stall_timeout=self.config.limits.stall_timeout,
-            waits=self._waits,
-        )
+        try:
+            await run_algorithm(
+                self.algorithm,
+                self.gate,
+                workers=self.config.prompts_per_step * ((self.config.lookahead or 0) + 1),
+                services=[self.coordinator.serve, *(group.serve for group in self.groups.values())],
+                start=self.coordinator.start,
+                finish=self.coordinator.finish,
+                close=closes,
+                stall_timeout=self.config.limits.stall_timeout,
+                waits=self._waits,
+            )
+        except (PublishRefused, GroupError) as error:  # weights that engines were to read end with their trainer
+            for failure in (group.failure for group in self.trained.values()):
+                if failure is not None:
+                    raise failure from error
+            raise
 
     def _queues(self) -> list[StageQueue[Any]]:
         return [value for value in vars(self.algorithm).values() if isinstance(value, StageQueue)]

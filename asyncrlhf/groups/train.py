@@ -69,6 +69,8 @@ class TrainGroup(Group):
         self.rejections_since_publish: list[str] = []
         self._runtime = runtime
         self._engine: EngineHandle | None = None
+        self.failure: AsyncRLHFError | None = None
+        """What ended its engine, if it has failed by itself."""
         self._lost = ""  # the call that it was ended for
         self._tasks: asyncio.TaskGroup | None = None
         self._older: asyncio.Task[None] | None = None
@@ -318,8 +320,12 @@ class TrainGroup(Group):
         """Raises EngineLost, which ends the run, also while nobody waits for the engine; any other failure reaches the
         caller of the verb."""
         for event in events:
-            if not self.emit_busy(rank, event) and isinstance(event, Failed) and event.lost:
-                raise EngineLost(event.reason)
+            if self.emit_busy(rank, event) or not isinstance(event, Failed):
+                continue
+            error = EngineLost(event.reason) if event.lost else GroupError(event.reason)
+            self.failure = self.failure or error
+            if event.lost:
+                raise error
 
 
 class PolicyGroup(TrainGroup):

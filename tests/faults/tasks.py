@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from algorithms.grpo import GRPO, GRPOExperience
+from asyncrlhf.errors import GroupError, PublishRefused
 from tests.integration.tiny import graded as graded
 
 KINDS = 9
@@ -207,3 +208,13 @@ def terminates_a_process(prompt: str, response: str, ground_truth: str) -> float
     sleeper.terminate()
     sleeper.wait(timeout=2)
     return graded(prompt, response, ground_truth)
+
+
+class Refused(GRPO):
+    """Whoever reads the weights of a trainer that has failed may say so before the step that failed does."""
+
+    async def train(self) -> None:
+        try:
+            await super().train()
+        except GroupError:
+            raise PublishRefused("weights of version 1 are gone") from None

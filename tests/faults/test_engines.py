@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from asyncrlhf.observe.events import Fenced, Restarted
 from tests.faults import scene
 from tests.faults.forks import Forks
@@ -22,8 +24,12 @@ def test_L7_a_sampler_that_breaks_is_replaced(forks: Forks, tmp_path: Path) -> N
     assert scene.summary(run)["train_steps"] == 6
 
 
-def test_L10_a_trainer_that_breaks_ends_the_run_with_the_original_traceback(forks: Forks, tmp_path: Path) -> None:
-    name, run = scene.write(tmp_path), tmp_path / "run"
+@pytest.mark.parametrize("algorithm", ["algorithms.grpo:GRPO", "tests.faults.tasks:Refused"])
+def test_L10_a_trainer_that_breaks_ends_the_run_with_the_original_traceback(
+    forks: Forks, tmp_path: Path, algorithm: str
+) -> None:
+    """Also when what its weights were read for fails first."""
+    name, run = scene.write(tmp_path, scene.BASE.replace("algorithms.grpo:GRPO", algorithm)), tmp_path / "run"
     child = forks.start(tmp_path, name, break_at=f"{TRAINER}.step")
     assert child.wait() == 1
     said = scene.summary(run)
