@@ -38,7 +38,8 @@ class Frozen(Compute, frozen=True, kw_only=True):
     micro_batch_tokens: Positive = 2048
     """Tokens forwarded at once, at most; a longer row goes alone."""
     max_restarts: Count = 3
-    """Restarts of a lost engine within an hour before the run fails; 0: none."""
+    """Restarts of a lost engine within an hour before the run fails, with delays as those of a rollout engine; 0:
+    none."""
 
 
 class TorchFrozen(Frozen, frozen=True, kw_only=True, tag_field="backend", tag="torch"):

@@ -63,7 +63,8 @@ class RolloutTable(Compute, frozen=True, kw_only=True):
     max_sequence_tokens: Positive | None = None
     """Prompt and answer together, at most; above max_tokens; left out: what the model allows."""
     max_restarts: Count = 3
-    """Restarts of a failed engine within an hour before the run fails; 0: none."""
+    """Restarts of a failed engine within an hour before the run fails; 0: none. The first is at once, each further one
+    after twice the delay, up to 30 s; one that has served for ten minutes is started at once again."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

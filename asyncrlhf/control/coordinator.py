@@ -11,13 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Literal
 
-from asyncrlhf.control.announced import Announced
 from asyncrlhf.control.closing import step_ended
 from asyncrlhf.control.evaluation import Evaluator
-from asyncrlhf.control.membership import Membership
+from asyncrlhf.control.fencing import Fencing
 from asyncrlhf.control.underway import UnderWay
 from asyncrlhf.control.waiting import Waiting
 from asyncrlhf.errors import GroupError, PublishRefused
@@ -26,12 +24,13 @@ from asyncrlhf.groups import TrainGroup
 from asyncrlhf.groups.answers import Replica
 from asyncrlhf.groups.follower import Follower
 from asyncrlhf.messages import WeightHandle
-from asyncrlhf.observe.events import Fenced, Measured, Published
+from asyncrlhf.observe.events import Measured, Published
 from asyncrlhf.observe.log import EventLog
 
 __all__ = ("Coordinator",)
 
 Phase = Literal["prepare", "commit"]
+ONE_SERVES = "a rollout engine", "that serves"
 
 
 class Coordinator:
@@ -66,20 +65,13 @@ class Coordinator:
         self._under_way = UnderWay(self._elapsed)
         self._closed: list[int] = []  # versions that evaluations have not been asked about yet
         self._mode, self._timeout, self._evaluator, self._after_step = mode, timeout, evaluator, after_step
-        self._probe_gap, self._largest_gap = probe_gap, 0.0
-        self._state = state
-        self._members = Membership((r.key for f in followers for r in f.replicas), gate.ledger.step)
-        self._announced = Announced()
-        self._joined = asyncio.Event()
-        self._fenced: list[str] = []
+        self._probe_gap, self._state = probe_gap, state
+        self._fencing = Fencing(followers, gate.ledger.step, log, timeout=timeout, probe_gap=probe_gap)
+        self._members = self._fencing.members
         self._step_began = self._elapsed()
         self._tasks: asyncio.TaskGroup | None = None
-        self._restarts: dict[str, asyncio.Task[None]] = {}
         self._stop = asyncio.Event()
         self._stopped = False  # by the user
-        for follower in followers:
-            follower.on_failure = self._failed(follower)
-            follower.newest = partial(self._announced.whole, follower.follows)
         gate.whereabouts = lambda uid, attempt: ", ".join(k for f in followers for k in f.engines_of(uid, attempt))
 
     @property
@@ -96,12 +88,12 @@ class Coordinator:
         """Runs publishes beside training, restarts and evaluations until `close`."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                self._fencing.open(self._tasks)
                 try:
                     await self._stop.wait()
                 finally:
                     self._tasks = None
-                    for restart in self._restarts.values():
-                        restart.cancel()
+                    self._fencing.close()
         finally:
             self._under_way.forget()
 
@@ -122,21 +114,16 @@ class Coordinator:
         self._stop.set()
 
     async def start(self) -> None:
-        """Launch or resume: commit V to every engine before the first lease. Raises GroupError if one refuses it."""
+        """Launch or resume: commit V to every engine before the first lease. One that fails is fenced and restarted,
+        as later; this waits until one serves. Raises what the export of a trained model raises."""
         version = self.version
         self._remember(await asyncio.gather(*(group.export(version) for group in self._sources)))
-        async with asyncio.TaskGroup() as tasks:
-            for follower in self._followers:
-                for replica in follower.replicas:
-                    tasks.create_task(self._serve_first(follower, replica))
+        with self.waits.on(*ONE_SERVES):
+            await self._fencing.launch()
         self._gate.publish(version)
         if self._evaluator is not None and self._tasks is not None:  # a resume forgets the one that came after its step
             self._evaluator.start(version, version, self._tasks)
         self._step_began = self._elapsed()
-
-    async def _serve_first(self, follower: Follower, replica: Replica) -> None:
-        await self._send(follower, replica)
-        replica.serving = replica.key in self._members.serving  # unless it has failed since
 
     async def publish(self, *groups: TrainGroup) -> None:
         """Close train step t, once: void if no optimizer step of any trained model was applied, else V = t + 1.
@@ -230,17 +217,16 @@ class Coordinator:
         if not self._followers:
             return
         self._members.prepare(version)
-        self._fenced, self._largest_gap = [], 0.0
+        self._fencing.fenced, self._fencing.largest_gap = [], 0.0
         try:
             await self._side_by_side("prepare")
             if self._rolling:
                 await self._one_after_another("commit")
             else:
                 await self._side_by_side("commit")
-            while not self._members.serving:
-                self._joined.clear()
-                with self.waits.on("a rollout engine", "that serves"):
-                    await self._joined.wait()
+            if not self._members.serving:
+                with self.waits.on(*ONE_SERVES):
+                    await self._fencing.one_serves()
         finally:
             if self._mode == "drain":
                 for follower in self._followers:
@@ -256,16 +242,15 @@ class Coordinator:
                 byte_count=sum(handle.byte_count for handle in moved if handle.changed),
                 seconds=self._elapsed() - began,
                 exposed=exposed,
-                fenced=tuple(self._fenced),
-                probe_gap=self._largest_gap if self._probe_gap else None,
+                fenced=tuple(self._fencing.fenced),
+                probe_gap=self._fencing.largest_gap if self._probe_gap else None,
             )
         )
         self._gate.publish(self._members.published if self._followers else version)
 
     def _behind(self) -> list[tuple[Follower, Replica]]:
         """The serving engines that have not committed the version under way."""
-        members = self._members
-        engines = [(follower, replica) for follower in self._followers for replica in follower.replicas]
+        members, engines = self._members, self._fencing.engines
         return [(f, r) for f, r in engines if r.serving and members.serving.get(r.key, members.target) < members.target]
 
     async def _side_by_side(self, phase: Phase) -> None:
@@ -282,7 +267,7 @@ class Coordinator:
 
     async def _one(self, phase: Phase, follower: Follower, replica: Replica) -> None:
         incarnation = self._members.incarnation[replica.key]
-        weights = self._announced.last[follower.follows]
+        weights = self._fencing.announced.last[follower.follows]
         try:
             if phase == "commit" and self._mode == "drain":
                 with self.waits.on(replica.key, 'its answers, publish.mode = "drain"'):
@@ -297,100 +282,21 @@ class Coordinator:
                     self._members.acknowledge(replica.key, incarnation)
                 else:
                     await follower.commit(replica, weights.version)
-                    await self._probe(follower, replica, weights)
+                    await self._fencing.probe(follower, replica, weights)
                     self._members.commit(replica.key, incarnation)
         except PublishRefused:
             raise
         except TimeoutError:
-            self._fence(
+            self._fencing.fence(
                 follower, replica, incarnation, f"no answer to {phase} within publish.timeout = {self._timeout} s"
             )
         except GroupError as error:
-            self._fence(follower, replica, incarnation, str(error))
+            self._fencing.fence(follower, replica, incarnation, str(error))
 
     def _remember(self, moved: Sequence[WeightHandle]) -> None:
         """What engines that come to serve are sent from now on."""
         for group, weights in zip(self._sources, moved, strict=True):
-            self._announced.take(group.name, weights)
-
-    async def _send(self, follower: Follower, replica: Replica) -> int:
-        """Both phases for an engine that does not serve yet; gives the version it then holds. Raises GroupError."""
-        weights = follower.newest()
-        assert weights is not None
-        try:
-            async with follower.turn.taken(), asyncio.timeout(self._timeout):
-                await follower.prepare(replica, weights)
-                await follower.commit(replica, weights.version)
-                await self._probe(follower, replica, weights)
-        except TimeoutError:
-            raise GroupError(
-                f"{replica.key} did not take version {weights.version} within publish.timeout = {self._timeout:g} s"
-            ) from None
-        return weights.version
-
-    async def _probe(self, follower: Follower, replica: Replica, weights: WeightHandle) -> None:
-        """Raises GroupError when an engine does not compute with the weights it has committed."""
-        if not self._probe_gap:
-            return
-        gap = await follower.probe(replica, weights)
-        self._largest_gap = max(self._largest_gap, gap)
-        if not gap <= self._probe_gap:
-            raise GroupError(
-                f"{replica.key} has committed version {weights.version}, and differs from its trainer by {gap:.3g} "
-                f"nats on fixed tokens (publish.probe_gap = {self._probe_gap:g}): it computes with other weights, "
-                "or in another precision"
-            )
-
-    # ---- fencing -------------------------------------------------------------------------------------------------
-    def _failed(self, follower: Follower) -> Callable[[Replica, str], None]:
-        return lambda replica, reason: self._fence(follower, replica, self._members.incarnation[replica.key], reason)
-
-    def _fence(self, follower: Follower, replica: Replica, incarnation: int, reason: str) -> None:
-        if incarnation != self._members.incarnation[replica.key]:
-            return
-        self._members.fence(replica.key)
-        self._fenced.append(replica.key)
-        first_line = (reason.splitlines() or [""])[0]
-        self._emit(Fenced(group=follower.name, rank=replica.spec.rank, incarnation=incarnation, reason=first_line))
-        follower.fence(replica)
-        if replica.key in self._restarts or self._tasks is None or self._stop.is_set():
-            return
-        task = self._tasks.create_task(self._revive(follower, replica, reason), name=f"restart {replica.key}")
-        self._restarts[replica.key] = task
-
-    async def _revive(self, follower: Follower, replica: Replica, reason: str) -> None:
-        """Restart an engine until it takes the weights, and let it join. Raises GroupError after `max_restarts`."""
-        while reason:
-            delay = replica.budget.failed(self._elapsed())
-            if delay is None:
-                raise GroupError(
-                    f"{replica.key} failed {len(replica.budget.failures)} times, groups.{follower.name}.max_restarts = "
-                    f"{replica.budget.limit}; the last time: {reason}"
-                )
-            incarnation = self._members.incarnation[replica.key]
-            try:
-                await follower.restart(replica, delay)
-                await self._catch_up(follower, replica)
-                reason = ""
-            except GroupError as error:
-                reason = str(error)
-                self._fence(follower, replica, incarnation, reason)
-        del self._restarts[replica.key]
-        self._members.join(replica.key)
-        replica.serving = True
-        self._joined.set()
-        follower.flush()
-
-    async def _catch_up(self, follower: Follower, replica: Replica) -> None:
-        """Bring an engine to the newest version, or to the one in flight once a publish has begun."""
-        version = -1
-        while version < self._members.target:
-            newest = self._announced.last[follower.follows].version
-            try:
-                version = await self._send(follower, replica)
-            except PublishRefused:
-                if self._announced.last[follower.follows].version == newest:
-                    raise  # not because newer weights have taken their place
+            self._fencing.announced.take(group.name, weights)
 
     def _end_step(self, step: int, *, void: str = "") -> None:
         now = self._elapsed()

@@ -25,7 +25,7 @@ from asyncrlhf.observe.events import TurnTaken
 from asyncrlhf.observe.log import EventLog
 from asyncrlhf.observe.waits import Wait
 
-__all__ = ("Turns", "take_turns")
+__all__ = ("Turns", "engine_of", "take_turns")
 
 
 @dataclass(eq=False)
@@ -254,8 +254,9 @@ def take_turns(
 
 def tenant_of(group: Group) -> Tenant | None:
     """What of a group takes turns; None: nothing."""
-    if isinstance(group, TrainGroup | Follower):
-        return group
-    if isinstance(group, ReferenceGroup | RewardGroup):
-        return group.engine
-    return None
+    return group if isinstance(group, TrainGroup | Follower) else engine_of(group)
+
+
+def engine_of(group: Group) -> FrozenEngine | None:
+    """The frozen model of a group, if it has one."""
+    return group.engine if isinstance(group, ReferenceGroup | RewardGroup) else None

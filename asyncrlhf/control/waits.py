@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrlhf.abc import InFlight
 from asyncrlhf.control.coordinator import Coordinator
-from asyncrlhf.control.turns import Turns
+from asyncrlhf.control.turns import Turns, engine_of
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.queue import Queue, QueueStatistics
 from asyncrlhf.groups import Group, TrainGroup
@@ -38,7 +38,7 @@ def waits_of(
     waits = [*_trainer(gate, step, coordinator.publishing, now), *_leases(gate), *_calls(calls, groups, step, now)]
     waits += [wait for each in turns for wait in each.waits(now)]
     waits += [Wait("the publish", whom, what, now - since) for (whom, what), since in coordinator.waits.items()]
-    return wait_lines(waits, [*(line for each in turns for line in each.holders()), *_notes(groups, queues)])
+    return wait_lines(waits, [*(line for each in turns for line in each.holders()), *_notes(groups, queues, now)])
 
 
 def _step(gate: Gate) -> int:
@@ -84,13 +84,16 @@ def _calls(calls: Iterable[InFlight], groups: Mapping[str, Group], step: str, no
         yield Wait(who, call.engine, call.verb, now - call.since, kind=f"calls to {name}")
 
 
-def _notes(groups: Mapping[str, Group], queues: Sequence[Queue[Any]]) -> Iterator[str]:
-    """What has no age: engines out of service, and how full inboxes and queues are."""
+def _notes(groups: Mapping[str, Group], queues: Sequence[Queue[Any]], now: float) -> Iterator[str]:
+    """What has no age: engines out of service, when they start again, and how full inboxes and queues are."""
     for group in groups.values():
         if isinstance(group, Follower):
             for replica in group.replicas:
                 if not replica.serving:
-                    yield f"{replica.key} is out of service"
+                    when = replica.budget.when(now)
+                    yield f"{replica.key} is out of service{when and f'; it {when}'}"
+        elif (engine := engine_of(group)) is not None and (when := engine.out_of_service(now)):
+            yield f"{group.name}/{engine.spec.rank} is out of service; it {when}"
         yield from _fullness(f"the inbox of {group.name}", group.statistics())
     for queue in queues:
         yield from _fullness(f"queue {queue.name}", queue.statistics())

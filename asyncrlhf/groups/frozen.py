@@ -80,6 +80,12 @@ class FrozenEngine:
                     self._restarting.cancel()
                 self._tasks = None
 
+    def out_of_service(self, now: float) -> str:
+        """When a lost one is started again, in words; "" while it serves. `now`: of the event loop."""
+        if self._now is None or not self._now.lost:
+            return ""
+        return self._budget.when(now) or "will be started again"
+
     async def call(self, verb: str, *arguments: Any) -> Any:
         """The result, of whichever incarnation gives one. Raises GroupError when there will be none, DataLost when
         what it is to read is gone."""
@@ -194,6 +200,7 @@ class FrozenEngine:
                 reason, delay = str(error), self._budget.failed(loop.time())
                 continue
             self.incarnation += 1
+            self._budget.serves(loop.time())
             self.log.emit(Restarted(group=self.spec.group, rank=self.spec.rank, incarnation=self.incarnation))
             return
         self._failure = (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from algorithms.grpo import GRPO
+from asyncrlhf.errors import EngineLost
 from asyncrlhf.observe import (
     Evaluated,
     Fenced,
@@ -25,9 +26,11 @@ from asyncrlhf.testing import (
     Fault,
     Scenario,
     Timing,
+    build_run,
     simulate,
 )
 from tests.contract.inspector import check_batches, go, settled, simulate_with
+from tests.unit.virtual import virtual
 
 # ---- liveness
 
@@ -267,9 +270,51 @@ def test_L8_an_evaluation_that_takes_too_long_is_cut_off_at_the_end() -> None:
 
 @pytest.mark.parametrize("verb", ["prepare", "commit"])
 def test_L10_an_engine_that_breaks_at_the_launch_ends_the_run_with_its_traceback(verb: str) -> None:
-    run = simulate(GRPO, Scenario(faults=[Fault(at=-1.0, verb=verb)]))
+    """Where it may not be started again."""
+    run = simulate(GRPO, Scenario(faults=[Fault(at=-1.0, verb=verb)], max_restarts=0))
     assert run.reason == "GroupError"
     assert f"die at '{verb}', by the fault plan" in str(run.error)
+    assert not run.events_of(Granted)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("fault", [("die", "prepare"), ("lost", "commit"), ("hang", "prepare"), ("mute", "probe")])
+def test_L10_an_engine_that_fails_at_the_launch_is_replaced(fault: Any, replicas: int) -> None:
+    faults = [Fault(at=-1.0, kind=fault[0], verb=fault[1])]
+    run = go(GRPO, Scenario(replicas=replicas, rows=20, faults=faults))
+    check_batches(run)
+    assert run.reason == "completed", run.error
+    kinds = [type(event) for event in run.events if isinstance(event, Fenced | Restarted)]
+    assert kinds == [Fenced, Restarted]
+
+
+@virtual
+async def test_L10_an_engine_lost_before_there_are_weights_is_back_before_a_lease() -> None:
+    """Its group has started, and the coordinator has not."""
+    run = await build_run(GRPO, Scenario(replicas=1))
+    handle: Any = next(handle for handle in run.runtime.handles if handle.spec.group == "rollout")
+    handle._fail(EngineLost("killed"), False)
+    assert await run.main() == "completed"
+    kinds = [type(event) for event in run.events if isinstance(event, Fenced | Restarted | Granted)]
+    assert kinds[:3] == [Fenced, Restarted, Granted]
+
+
+@virtual
+async def test_a_trainer_lost_while_engines_read_its_first_weights_ends_the_session_by_its_name() -> None:
+    """They miss the weights first, and are not to blame."""
+    run = await build_run(GRPO, Scenario(faults=[Fault(at=-1.0, verb="prepare")]))
+
+    class Gone:
+        def see(self, event: Any, *, live: bool) -> None:
+            if isinstance(event, Fenced):
+                handle: Any = next(handle for handle in run.runtime.handles if handle.spec.group == "policy")
+                handle._loop.call_soon(handle._fail, EngineLost("the trainer was killed"), False)
+
+        def close(self) -> None: ...
+
+    run.log.subscribe(Gone())
+    assert await run.main() == "EngineLost"
+    assert "the trainer was killed" in str(run.error)
     assert not run.events_of(Granted)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults import scene
 from tests.faults.forks import Child, Forks
+from tests.faults.halting import GO, HALTED
 
 pytestmark = pytest.mark.timeout(240)
 LOCAL = scene.BASE.replace('runtime = "inproc"', 'runtime = "local"').replace("\ntimeout = 5.0", "\ntimeout = 20.0")
@@ -105,6 +106,22 @@ def test_L12_every_engine_is_killed_once_and_every_prompt_is_trained_once(forks:
         assert f"engine {engine}/0 is back" in child.text
     assert not any(alive(pid) for pid in (reference, reward))
     assert shared_memory() == before
+
+
+@pytest.mark.parametrize("engine", ["rollout/0", "policy/0"])
+def test_L12_an_engine_is_killed_before_it_has_its_first_weights(forks: Forks, tmp_path: Path, engine: str) -> None:
+    name, run = scene.write(tmp_path, LOCAL), tmp_path / "run"
+    child = forks.start(tmp_path, name, halt_at="asyncrlhf.control.fencing:Fencing.launch")
+    assert child.until((tmp_path / HALTED).exists, PATIENCE), child.text
+    pid = engines(child.pid)[engine]
+    os.kill(pid, signal.SIGKILL)
+    assert wait_for(lambda: not alive(pid))
+    (tmp_path / GO).touch()
+    assert child.wait(PATIENCE) == 0, child.text
+    group = engine.partition("/")[0]
+    assert f"group '{group}', rank 0: process {pid} was ended by SIGKILL (signal 9)" in child.text
+    assert ("going on from run/checkpoints" in child.text) is (group == "policy")
+    assert scene.lineage(run).consumed == dict.fromkeys(range(24), 1)
 
 
 def test_a_trainer_that_is_lost_too_often_fails_the_run_and_names_the_signal(forks: Forks, tmp_path: Path) -> None:

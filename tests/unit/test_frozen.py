@@ -47,6 +47,19 @@ def test_a_budget_allows_its_limit_within_any_hour_and_forgets_what_it_forgives(
         assert budget.failures == counted
 
 
+def test_a_budget_starts_an_engine_at_once_that_has_served_for_a_while() -> None:
+    budget = RestartBudget(limit=6)
+    assert [budget.failed(at) for at in (0.0, 10.0, 20.0, 30.0)] == [0.0, 1.0, 2.0, 4.0]
+    assert budget.when(31.0) == "starts again in 3.0 s, try 4 of 6"
+    assert budget.when(40.0) == "is being started again, try 4 of 6"
+    budget.serves(40.0)
+    assert budget.failed(100.0) == 8.0, "it has not served for ten minutes"
+    budget.serves(110.0)
+    assert budget.failed(710.0) == 0.0
+    assert budget.failed(2000.0) is None, "the limit counts all of an hour"
+    assert budget.failed(4400.0) == 1.0, "it has not served in between"
+
+
 # ---- one engine ------------------------------------------------------------------------------------------------------
 class Scene:
     """A FrozenEngine on a FakeRuntime, and what its log says."""

@@ -65,7 +65,7 @@ def test_l9_a_publish_that_waits_for_an_engine_says_which() -> None:
     assert any(re.match(r"train step 0 waits 1\d\d\d\.\d s for the publish$", line) for line in lines), lines
     assert any(re.match(r"the publish waits \S+ s for a rollout engine: that serves$", line) for line in lines)
     assert any(re.match(r"the publish waits \S+ s for rollout/0: probe$", line) for line in lines)
-    assert "rollout/0 is out of service" in lines
+    assert "rollout/0 is out of service; it is being started again, try 1 of 3" in lines
 
 
 @virtual
@@ -83,6 +83,14 @@ def test_a_train_step_waits_for_its_engine_and_admission_for_the_step() -> None:
     slow = Timing(verbs={"step": 50.0})
     seen(Scenario(timing=slow), r"train step 0 waits \d+\.\d s for policy/0: step")
     seen(Scenario(timing=slow), "admission waits for train step 0: 2 workers, 0 prompts are live, .*")
+
+
+@pytest.mark.parametrize(("group", "verb"), [("rollout", ""), ("reference", "logprobs")])
+def test_when_an_engine_starts_again(group: str, verb: str) -> None:
+    """The first time at once; this one breaks whenever it has begun."""
+    faults = [Fault(group=group, at=10.0, kind="lost", verb=verb)] * 4
+    due = rf"{group}/0 is out of service; it starts again in \d\.\d s, try [34] of 5"
+    seen(Scenario(rows=12, replicas=1, max_restarts=5, optional=("reference",), faults=faults), due)
 
 
 def test_what_a_publish_waits_for() -> None:
