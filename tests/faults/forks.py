@@ -6,6 +6,7 @@ log. A test kills, signals and awaits its child like any other process.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -26,6 +27,8 @@ __all__ = ("Child", "Forks")
 
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 0.005
+CHILD = "ASYNCRLHF_TEST_CHILD"
+"""Set in a child and in all that it starts, to the path of its log."""
 
 
 class Child:
@@ -44,6 +47,16 @@ class Child:
         """Exit code; minus the signal that killed it; None while it runs."""
         path = self.log.with_suffix(".code")
         return int(path.read_text()) if path.exists() else None
+
+    @property
+    def descendants(self) -> set[int]:
+        """Processes that it has started, or that these have, wherever they belong to now."""
+        mark, found = f"{CHILD}={self.log}".encode(), set[int]()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+                if mark in path.read_bytes().split(b"\0"):
+                    found.add(int(path.parent.name))
+        return found
 
     @property
     def left(self) -> list[str]:
@@ -165,7 +178,7 @@ def _run(order: dict[str, Any]) -> NoReturn:
     from tests.faults.halting import break_once, halt
 
     os.setsid()
-    log = order["log"]
+    log = os.environ[CHILD] = order["log"]
     for target, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY), (2, log, os.O_WRONLY)):
         descriptor = os.open(path, flags | os.O_APPEND)
         os.dup2(descriptor, target)

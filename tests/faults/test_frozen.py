@@ -17,6 +17,9 @@ from asyncrlhf.observe import EventLog
 from asyncrlhf.runtimes.local import LocalRuntime, ProcessEngine
 from asyncrlhf.testing.conformance.engines import PlainOptions
 
+LIMIT = 10.0
+"""Seconds that a call may take; a start, of a process that imports numpy, may take twice as long."""
+
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_process_that_gives_no_answer_is_replaced(tmp_path: Path, number: signal.Signals) -> None:
@@ -24,7 +27,7 @@ def test_a_process_that_gives_no_answer_is_replaced(tmp_path: Path, number: sign
         runtime = LocalRuntime(tmp_path)
         engine = "asyncrlhf.testing.conformance.engines:Plain"
         spec = EngineSpec(group="reference", rank=0, engine=engine, options=PlainOptions())
-        frozen = FrozenEngine(EventLog(None, time.perf_counter), runtime, spec, call_timeout=1.0)
+        frozen = FrozenEngine(EventLog(None, time.perf_counter), runtime, spec, call_timeout=LIMIT)
         try:
             await frozen.start()
             async with frozen.supervised():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -63,8 +64,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """What has a name in shared memory; weights have none, and are freed with the last process that holds them."""
-    return set(os.listdir("/dev/shm"))
+    """What has a name in shared memory and nobody who uses it; weights have none, and are freed with the last process
+    that holds them."""
+    names, used = set(os.listdir("/dev/shm")), ""
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            used += path.read_text()
+    return {name for name in names if f"/dev/shm/{name}" not in used}
 
 
 def gone(there: dict[str, int]) -> bool:
@@ -105,7 +111,7 @@ def test_L12_every_engine_is_killed_once_and_every_prompt_is_trained_once(forks:
     for engine in ("rollout", "reference", "reward"):
         assert f"engine {engine}/0 is back" in child.text
     assert not any(alive(pid) for pid in (reference, reward))
-    assert shared_memory() == before
+    assert wait_for(lambda: shared_memory() <= before), shared_memory() - before
 
 
 @pytest.mark.parametrize("engine", ["rollout/0", "policy/0"])
@@ -229,11 +235,11 @@ def test_no_engine_outlives_its_run(forks: Forks, tmp_path: Path, number: signal
     child.signal(number)
     assert child.wait(PATIENCE) == (130 if number is signal.SIGINT else -9)
     assert gone(there)
-    assert shared_memory() == before
+    assert wait_for(lambda: shared_memory() <= before), shared_memory() - before
 
 
 def test_L6_a_reward_that_holds_the_interpreter_fails_its_own_prompt_only(forks: Forks, tmp_path: Path) -> None:
-    text = LOCAL.replace("tasks:graded", "tasks:holds").replace("\ntimeout = 20.0", "\ntimeout = 0.5")
+    text = LOCAL.replace("tasks:graded", "tasks:holds").replace("\ntimeout = 20.0", "\ntimeout = 3.0")
     name, run = (
         scene.write(tmp_path, text.replace("train_steps = 6\n", "").replace("epochs = 2", "epochs = 1")),
         tmp_path / "run",

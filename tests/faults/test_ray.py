@@ -39,27 +39,14 @@ def kill_at(child: Child, run: Path, step: int, engine: str) -> int:
     return pid
 
 
-def left() -> set[str]:
-    """Processes of any Ray."""
-    found: set[str] = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if "raylet" in command or "gcs_server" in command or command.startswith("ray::"):
-            found.add(path.parent.name)
-    return found
-
-
 def test_L12_every_actor_is_killed_once_and_every_prompt_is_trained_once(forks: Forks, tmp_path: Path) -> None:
     """Answers and log-probs go by reference."""
-    before = left()
     text = DATA.replace('runtime = "local"', 'runtime = "ray"') + "[ray]\ninline_bytes = 0\n"
     name, run = scene.write(tmp_path, text), tmp_path / "run"
     child = forks.start(tmp_path, name)
     for step, engine in ((1, "rollout/0"), (4, "reference/0"), (7, "reward/0"), (11, "policy/0")):
         kill_at(child, run, step, engine)
+    assert child.descendants, "else there is nothing that could be left"
     assert child.wait(PATIENCE) == 0, child.text
     assert scene.lineage(run).consumed == dict.fromkeys(range(80), 1)
     assert [row["train_step"] for row in scene.rows(run)] == list(range(20))
@@ -67,14 +54,14 @@ def test_L12_every_actor_is_killed_once_and_every_prompt_is_trained_once(forks: 
     assert re.search(r"group 'policy', rank 0: actor of process \d+ is lost", child.text)
     for engine in ("rollout", "reference", "reward"):
         assert f"engine {engine}/0 is back" in child.text
-    assert wait_for(lambda: left() <= before, 20.0), left() - before
+    assert wait_for(lambda: not child.descendants, 60.0), child.descendants
 
 
 def test_a_stopped_run_leaves_no_ray_behind(forks: Forks, tmp_path: Path) -> None:
-    before = left()
     name, run = scene.write(tmp_path, RAY.replace("tasks:graded", "tasks:slow")), tmp_path / "run"
     child = forks.start(tmp_path, name, "publish.transport=objects")
     assert child.until(lambda: (run / "metrics.jsonl").exists() and scene.rows(run), PATIENCE)
+    assert child.descendants
     child.signal(signal.SIGINT)
     assert child.wait(PATIENCE) == 130
-    assert wait_for(lambda: left() <= before, 20.0), left() - before
+    assert wait_for(lambda: not child.descendants, 60.0), child.descendants

@@ -118,7 +118,7 @@ def test_a_second_signal_ends_at_once(forks: Forks, tmp_path: Path) -> None:
     child.signal(signal.SIGINT)
     child.until(lambda: "SIGINT" in child.text)
     child.signal(signal.SIGINT)
-    assert child.wait(5) == 130
+    assert child.wait(20) == 130
     assert "stopped at once; the newest checkpoint is kept" in child.text
     assert scene.steps_on_disk(run) == [0]
     assert forks.start(tmp_path, name).wait() == 0
@@ -133,4 +133,4 @@ def test_two_signals_end_a_run_whose_event_loop_is_blocked(forks: Forks, tmp_pat
     child.signal(signal.SIGINT)
     child.until(lambda: "once more ends at once" in child.text)
     child.signal(signal.SIGTERM)
-    assert child.wait(5) == 143
+    assert child.wait(20) == 143
