@@ -33,7 +33,7 @@ def text(runtime: str) -> str:
         .replace("rows = 48", f"rows = {PROMPTS}")
         .replace("epochs = 2", "epochs = 1")
         .replace("tasks:graded", "tasks:slow")
-        .replace("\ntimeout = 5.0", "\ntimeout = 60.0")
+        .replace("\ntimeout = 20.0", "\ntimeout = 60.0")
         + model.replace("groups.policy", "groups.critic")
         + "[groups.reference]\n"
     )

@@ -27,6 +27,8 @@ __all__ = ("Child", "Forks")
 
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 0.005
+PATIENCE = 120.0
+"""Seconds that a child has, on a machine that others use, too."""
 CHILD = "ASYNCRLHF_TEST_CHILD"
 """Set in a child and in all that it starts, to the path of its log."""
 
@@ -72,7 +74,7 @@ class Child:
         self.signal(signal.SIGKILL)
         self.wait()
 
-    def wait(self, seconds: float = 40) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """The exit code. A child that outlives the deadline is killed, and the test fails with what it said."""
         deadline = time.monotonic() + seconds
         while (code := self.code) is None:
@@ -82,7 +84,7 @@ class Child:
             time.sleep(POLL_SECONDS)
         return code
 
-    def until(self, happened: Callable[[], object], seconds: float = 40) -> bool:
+    def until(self, happened: Callable[[], object], seconds: float = PATIENCE) -> bool:
         """Wait for something that the child does. False if it has ended before."""
         deadline = time.monotonic() + seconds
         while not happened():

@@ -16,7 +16,7 @@ HALTED, GO = Path("halted"), Path("go")
 """In the current directory: made by the one who halts, and by the one who lets it go on."""
 
 
-def halt(place: str, seconds: float = 30) -> None:
+def halt(place: str, seconds: float = 120) -> None:
     """A call of `place` ("module:Class.method", the first one, or "module:Class.method#3") stands still until GO
     exists."""
     place, _, number = place.partition("#")

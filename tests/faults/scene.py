@@ -43,14 +43,14 @@ concurrency = 32
 
 [groups.reward]
 function = "tests.faults.tasks:graded"
-timeout = 5.0
+timeout = 20.0
 
 [checkpoint]
 every = 2
 
 [limits]
-lease_timeout = 20.0
-stall_timeout = 30.0
+lease_timeout = 100.0
+stall_timeout = 220.0
 """
 
 

@@ -17,13 +17,7 @@ from tests.faults.forks import Child, Forks
 from tests.faults.halting import GO, HALTED
 
 pytestmark = pytest.mark.timeout(240)
-LOCAL = scene.BASE.replace('runtime = "inproc"', 'runtime = "local"').replace("\ntimeout = 5.0", "\ntimeout = 20.0")
-for _little, _enough in (
-    ("lease_timeout = 20.0", "lease_timeout = 100.0"),
-    ("stall_timeout = 30.0", "stall_timeout = 220.0"),
-):
-    assert _little in LOCAL  # the start of a process imports torch, on a machine that may be busy with others
-    LOCAL = LOCAL.replace(_little, _enough)
+LOCAL = scene.BASE.replace('runtime = "inproc"', 'runtime = "local"')
 DATA = LOCAL.replace("train_steps = 6\n", "").replace("rows = 48", "rows = 40").replace("tasks:graded", "tasks:slow")
 DATA += "[groups.reference]\n"
 PATIENCE = 200.0

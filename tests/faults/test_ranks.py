@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def test_L12_one_rank_is_killed_and_the_run_goes_on_from_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
-    text = LOCAL.replace("train_steps = 6", "train_steps = 12").replace("stall_timeout = 30", "stall_timeout = 100")
+    text = LOCAL.replace("train_steps = 6", "train_steps = 12")
     text += '[groups.policy]\ndata_parallel = 2\nsharding = "full"\n'
     name, run = scene.write(tmp_path, text), tmp_path / "run"
     child = forks.start(tmp_path, name)
@@ -38,7 +38,7 @@ def test_L12_a_megatron_rank_is_killed_in_a_step_and_the_run_goes_on_from_a_chec
     forks: Forks, tmp_path: Path
 ) -> None:
     """It stands still first, so that the other rank waits for it inside the step."""
-    text = LOCAL.replace("train_steps = 6", "train_steps = 12").replace("stall_timeout = 30", "stall_timeout = 100")
+    text = LOCAL.replace("train_steps = 6", "train_steps = 12")
     text = text.replace("num_key_value_heads = 1", "num_key_value_heads = 2")
     text += '[groups.policy]\nbackend = "megatron"\ndevice = "cpu"\ntensor_parallel = 2\n'
     name, run = scene.write(tmp_path, text), tmp_path / "run"

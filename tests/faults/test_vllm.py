@@ -24,7 +24,6 @@ VLLM = (
     .replace("epochs = 2", "epochs = 1")
     .replace("hidden_size = 16", "hidden_size = 64")  # vLLM's heads on CPUs are of 32 or more
     .replace("[groups.rollout]\n", '[groups.rollout]\nbackend = "vllm"\n')
-    .replace("lease_timeout = 20.0\nstall_timeout = 30.0", "lease_timeout = 120.0\nstall_timeout = 240.0")
 )
 
 
