@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncrlhf.build import make_runtime, places
-from asyncrlhf.config.derive import derive
+from asyncrlhf.config.derive import derive, transport_line
 from asyncrlhf.config.groups import Compute
 from asyncrlhf.config.schema import Config
 from asyncrlhf.control.rundir import Resume
@@ -47,7 +47,8 @@ def check(config: Config) -> str:
         max_staleness=config.max_staleness,
         engines=stage.wiring.engines.values(),
     )
-    moved = plan_lines(stage.wiring.engines)
+    moved = [transport_line(config)] if stage.wiring.of_role("rollout") else []
+    moved += plan_lines(stage.wiring.engines)
     shared = stage.arrangement
     in_turn = {} if shared is None else {part.name: part.members for part in shared.sets if part.turns}
     have = device_memory() if engines_are_here(config) else None

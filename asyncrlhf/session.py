@@ -19,7 +19,7 @@ import msgspec
 from asyncrlhf.abc import Runtime
 from asyncrlhf.algorithm import Algorithm, cause_of, run_algorithm, state_numbers
 from asyncrlhf.build import build_groups, ledger_rules, starters
-from asyncrlhf.config.derive import overlaps
+from asyncrlhf.config.derive import one_evaluation, overlaps
 from asyncrlhf.config.groups import Compute
 from asyncrlhf.control.checkpoint import FORMAT, Manifest, encode_payloads
 from asyncrlhf.control.coordinator import Coordinator
@@ -199,6 +199,8 @@ class Session:
                 groups={name: GroupShape(self.wiring.role(name), self._ranks(name)) for name in self.groups},
             )
         )
+        if few := one_evaluation(config):
+            self.warnings.append(few)
         if self.stage.dataset.report.malformed_count:
             self.warnings.append(str(self.stage.dataset.report))
         for message in self.warnings:

@@ -10,7 +10,7 @@ import msgspec
 from asyncrlhf.config.groups import Rules
 from asyncrlhf.config.schema import Config
 
-__all__ = ("Derived", "derive", "overlaps")
+__all__ = ("Derived", "derive", "one_evaluation", "overlaps", "transport_line")
 
 REWARD_TIMEOUT: float = next(field.default for field in msgspec.structs.fields(Rules) if field.name == "timeout")
 
@@ -66,6 +66,30 @@ def overlaps(config: Config, in_turn: bool) -> bool:
     return config.publish.overlap is not False and bool(config.lookahead) and not in_turn
 
 
+def one_evaluation(config: Config) -> str:
+    """Why there will be only the evaluation before any train step, if so."""
+    every, steps = config.evaluation.every, config.train_steps
+    if not every or steps is None or every <= steps:
+        return ""
+    return (
+        f"evaluation.every = {every} with train_steps = {steps}: only version 0 is evaluated, before any train step; "
+        f"set the first to {steps} or less"
+    )
+
+
+def transport_line(config: Config) -> str:
+    """How weights come to the engines that follow, and why so."""
+    chosen = config.publish.transport
+    if chosen != "auto":
+        return "weights go by".ljust(25) + f"{chosen}, as publish.transport says"
+    ways = {
+        "inproc": "memory of this process, which all engines are in",
+        "local": "shared, since all engines are processes of this machine",
+        "ray": "shared to engines on the trainer's machine, collective to those on another",
+    }
+    return "weights go by".ljust(25) + f'{ways[config.runtime]} (publish.transport = "auto")'
+
+
 def derive(config: Config, *, in_turn: bool = False) -> Derived:
     """Pure: neither files nor devices are looked at. `in_turn`: as of `overlaps`."""
     ahead, batch = config.lookahead or 0, config.prompts_per_step
@@ -113,6 +137,8 @@ def _warnings(config: Config, ahead: int) -> Iterator[str]:
             )
     if steps is not None and config.checkpoint.every >= steps:
         yield f"checkpoint.every = {config.checkpoint.every} with train_steps = {steps}: only the end is saved"
+    if few := one_evaluation(config):
+        yield few
     if not config.limits.lease_timeout:
         yield "limits.lease_timeout = 0: a lost answer is noticed only when the run stalls"
     for name, table in config.groups.items():

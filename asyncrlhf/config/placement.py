@@ -30,14 +30,16 @@ class Placement(Table, frozen=True, kw_only=True):
     pools put them, and nobody takes turns."""
 
     strategy: StrategyName | None = None
-    """"colocate" or "flattening": all models on all devices. "interleaving": the same, but models that read answers
+    """"colocate" or "flattening": all models on all devices, those of judges (`evaluation.judges`) among the reward
+    models. "interleaving": the same, but models that read answers
     divide the devices among them and read at once. "separation": each model on its own devices, and the critic's values
     come from a copy. "standalone": each model on its own devices, the policy beside its rollout engines. "split":
     rollout, policy and reference | critic and reward models. "async": rollout | all others. "alternating": as colocate,
     and there are as many rollout engines as ranks of the policy. "auto": the planner's best."""
     sets: list[list[Name]] = field(default_factory=list[list[Name]])
     """Groups that share devices, set by set, in the place of a strategy. Example: [["rollout", "policy"], ["critic"]].
-    A group in none has its own."""
+    A group with a model that is in none has a set of its own, as `check` says. Judges with a model
+    (`evaluation.judges.<name>`) are such groups, too."""
     turns: Literal["auto", "all", "none"] = "auto"
     """Where one group of a set computes while the others sleep. "auto": where a rollout group is with others; "all": in
     every set; "none": nowhere, so all of them have to fit."""

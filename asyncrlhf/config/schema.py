@@ -160,7 +160,8 @@ class Evaluation(Table, frozen=True, kw_only=True):
     """Answers of each evaluation that the event log and the summary quote, from the first prompts on."""
     judges: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Further scorers by name, each a table like that of a reward group, whose means are reported as eval/<name> and
-    which training never sees."""
+    which training never sees. One with a model shares devices as [placement] says of reward models, and by its name in
+    `placement.sets`."""
 
     def __post_init__(self) -> None:
         if self.every or self.path is not None or self.source is not None:

@@ -75,6 +75,11 @@ class RunStarted(Event, frozen=True):
     """By name. A group left out is judged by what it does, and has the ranks that were seen to work."""
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether answers are sampled: not so in supervised training."""
+        return not self.groups or any(group.role == "rollout" for group in self.groups.values())
+
+    @property
     def is_scored(self) -> bool:
         """Whether answers earn rewards: not so in supervised training."""
         return not self.groups or any(group.role == "reward" for group in self.groups.values())

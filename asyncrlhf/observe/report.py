@@ -1,8 +1,8 @@
-"""The closing report: a summary in about eight lines of plain text."""
+"""The closing report: a summary in about ten lines of plain text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,19 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
         f"masked (over age {percent(staleness['masked_fraction'])}, no signal "
         f"{percent(staleness['untrainable_fraction'])}) + {tokens['dropped']:,} dropped + {tokens['open']:,} open; "
         f"useful {percent(summary['useful_token_fraction'])}",
-        f"staleness   lag {short(staleness['mean_token_lag'])} mean, {short(staleness['max_token_lag'])} max, bound "
+        f"staleness   {_since(staleness)}lag {short(staleness['mean_token_lag'])} mean, "
+        f"{short(staleness['max_token_lag'])} max, bound "
         f"{short(staleness['bound'])}; over age {percent(staleness['masked_fraction'])}, expired "
         f"{percent(staleness['expired_fraction'])}; lags {_histogram(staleness['histograms']['token'])}",
         f"busy        {_generation(busy, shares)}train {percent(busy['train'])} (waits "
         f"{percent(shares['train']['wait'])}, sync {percent(shares['train']['sync'])})",
-        f"overlap     {percent(summary['overlap_efficiency'])} efficient, exposed sync "
-        f"{short(summary['exposed_sync_s'])} s a step, speed-up bound {short(summary['speedup_bound'])}x",
     ]
+    if summary["is_sampled"]:
+        lines.append(
+            f"overlap     {percent(summary['overlap_efficiency'])} efficient, exposed sync "
+            f"{short(summary['exposed_sync_s'])} s a step, speed-up bound {short(summary['speedup_bound'])}x"
+        )
+    lines += _movements(summary)
     if summary["is_scored"]:
         first, last = short(summary["reward"]["first"]), short(summary["reward"]["last"])
         lines.insert(1, f"reward      {first} -> {last}{_evaluation(summary)}")
@@ -53,6 +58,22 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
         trace = ", trace.json (ui.perfetto.dev)" if (directory / "trace.json").exists() else ""
         lines.append(f"files       {directory}: summary.json, metrics.jsonl, events.jsonl{trace}")
     return lines
+
+
+def _since(staleness: Mapping[str, Any]) -> str:
+    """Where the bound was another one before."""
+    return f"since train step {staleness['since_step']}: " if staleness["since_step"] else ""
+
+
+def _movements(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Of weights to engines, and of groups to shared devices, where there were any."""
+    publishes, switches, wall = summary["publishes"], summary["switches"], summary["wall_s"]
+    if publishes["count"]:
+        exposed = percent(publishes["exposed"] / publishes["seconds"] if publishes["seconds"] else None)
+        yield f"publishes   {publishes['count']} in {publishes['seconds']:.1f} s, {exposed} of it exposed"
+    if switches["count"]:
+        share = percent(switches["seconds"] / wall if wall else None)
+        yield f"switches    {switches['count']} of shared devices in {switches['seconds']:.1f} s, {share} of the run"
 
 
 def _generation(busy: Mapping[str, Any], shares: Mapping[str, Any]) -> str:

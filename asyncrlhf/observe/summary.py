@@ -17,10 +17,12 @@ from asyncrlhf.observe.events import (
     Event,
     Number,
     Popped,
+    Published,
     RunEnded,
     RunStarted,
     Settled,
     StepEnded,
+    TurnTaken,
     encode_json,
     finite,
 )
@@ -46,6 +48,8 @@ class Summary:
     and `masked_by_length` split `masked_fraction` (over age, of all model tokens popped) into ten deciles each;
     `expired_fraction` is of all settled leases; `speedup_bound` = (g + r) / max(g, r) with g and r the busy seconds
     per step of the two pools; `exposed_sync_s` is per step. Void attempts count in the seconds of the rates only.
+    `publishes` are those that brought other weights, `switches` those of devices that groups share, both of the whole
+    run; lags and masks are those since the resume that changed `max_staleness`, `since_step`, or since the start.
     """
 
     def __init__(self, directory: Path | None, metrics: Metrics) -> None:
@@ -61,9 +65,9 @@ class Summary:
         self._first = {name: list[Number]() for name in OUTCOMES}
         self._recent = {name: deque[Number](maxlen=REWARD_STEPS) for name in OUTCOMES}
         self._settled: Counter[str] = Counter()
-        self._lags: dict[str, Counter[int]] = {name: Counter() for name in ("token", "masked", "head", "queue")}
-        self._untrainable = 0
-        self._by_position, self._by_length = [0] * 10, [0] * 10
+        self._publishes: dict[str, float] = {"count": 0, "seconds": 0.0, "exposed": 0.0}
+        self._switches: dict[str, float] = {"count": 0, "seconds": 0.0}
+        self._begin_staleness(0)
         self._series = {name: array("d") for name in SERIES}
 
     def close(self) -> None:
@@ -73,6 +77,8 @@ class Summary:
         """Raises OSError when the disk fails."""
         match event:
             case RunStarted():
+                if self._started is not None and event.max_staleness != self._started.max_staleness:
+                    self._begin_staleness(event.resumed_from or 0)
                 self._started = event
                 if live and self.path is not None:
                     self.path.unlink(missing_ok=True)
@@ -80,6 +86,10 @@ class Summary:
                 self._settled[event.state] += event.state != "consumed"
             case Popped():
                 self._popped = event
+            case Published() if event.changed:
+                _tally(self._publishes, seconds=event.seconds, exposed=event.exposed)
+            case TurnTaken():
+                _tally(self._switches, seconds=event.seconds)
             case StepEnded():
                 self._last = event
                 if not event.void:
@@ -94,6 +104,13 @@ class Summary:
                     write_atomically(self.path, msgspec.json.format(encode_json(self.result()), indent=2) + b"\n")
             case _:
                 pass
+
+    def _begin_staleness(self, train_step: int) -> None:
+        """Lags and masks are counted from here, under one bound."""
+        self._since_step = train_step
+        self._lags: dict[str, Counter[int]] = {name: Counter() for name in ("token", "masked", "head", "queue")}
+        self._untrainable = 0
+        self._by_position, self._by_length = [0] * 10, [0] * 10
 
     def _consume(self, popped: Popped) -> int:
         """A batch that was trained on; returns its trained tokens."""
@@ -140,7 +157,8 @@ class Summary:
             "reason": ended.reason if ended else "",
             "message": ended.message if ended else "",
             "algorithm": started.algorithm if started else "",
-            "is_scored": self._started is None or self._started.is_scored,
+            "is_sampled": started is None or started.is_sampled,
+            "is_scored": started is None or started.is_scored,
             "train_steps": step_count,
             "wall_s": ended.t if ended else last.t if last else 0.0,
             **{
@@ -153,6 +171,8 @@ class Summary:
             "useful_token_fraction": _ratio(tokens["trained"], tokens["generated"]),
             "staleness": self._staleness(),
             **self._steady(),
+            "publishes": {**self._publishes},
+            "switches": {**self._switches},
             "leases": {**(last.leases if last else {})},
             "failed_leases": self._settled["failed"],
             **{name: self._metrics.counts[name] for name in COUNTS},
@@ -186,6 +206,7 @@ class Summary:
         return {
             "bound": self._started.max_staleness if self._started else None,
             "lookahead": self._started.lookahead if self._started else None,
+            "since_step": self._since_step,
             "max_token_lag": max((lag for lag, count in token.items() if count), default=None),
             "mean_token_lag": _ratio(sum(lag * count for lag, count in token.items()), trained),
             "expired_fraction": _ratio(self._settled["dropped(expired)"], self._settled.total()),
@@ -233,6 +254,12 @@ def _number(cell: float | str | None) -> float:
 
 def _ratio(part: float, whole: float) -> Number:
     return part / whole if whole else None
+
+
+def _tally(total: dict[str, float], **more: float) -> None:
+    total["count"] += 1
+    for name, value in more.items():
+        total[name] += value
 
 
 def _mean(values: Iterable[Number]) -> Number:

@@ -45,6 +45,8 @@ class Arrangement:
     """A trained group and one that follows which take turns, if there are such: no publish goes on beside training."""
     planned: str = ""
     """What the planner said, if it was asked."""
+    left_out: tuple[str, ...] = ()
+    """Groups that `placement.sets` does not name: each has a set of its own."""
 
     @property
     def turns(self) -> dict[str, list[tuple[str, str]]]:
@@ -70,7 +72,7 @@ def arrange(config: Config, roles: Mapping[str, str], tables: Mapping[str, objec
     """The sets of a run whose groups have these roles and tables; None: the configuration does not say. Raises
     ConfigError, with both values, where pools contradict it."""
     wanted = config.placement
-    models = {name: table for name, table in tables.items() if isinstance(table, Compute)}
+    models, left_out = {n: table for n, table in tables.items() if isinstance(table, Compute)}, tuple[str, ...]()
     said = f'placement.strategy = "{wanted.strategy}"' if wanted.strategy else "placement.sets"
     if wanted.sets:
         for name in (name for part in wanted.sets for name in part):
@@ -79,7 +81,8 @@ def arrange(config: Config, roles: Mapping[str, str], tables: Mapping[str, objec
                     f'placement.sets has "{name}", which is no group with a model; such groups: {", ".join(models)}'
                 )
         listed = {name for part in wanted.sets for name in part}
-        sets = [*map(tuple, wanted.sets), *((name,) for name in models if name not in listed)]
+        left_out = tuple(name for name in models if name not in listed)
+        sets = [*map(tuple, wanted.sets), *((name,) for name in left_out)]
     elif wanted.strategy is None:
         return None
     else:
@@ -110,7 +113,7 @@ def arrange(config: Config, roles: Mapping[str, str], tables: Mapping[str, objec
             f"publish.overlap = true, and {said} has {' and '.join(in_turn)} share devices in turn, so the first "
             "cannot train while the second takes weights; remove the key, or give them devices of their own"
         )
-    return Arrangement(wanted.strategy or "sets", tuple(found), in_turn)
+    return Arrangement(wanted.strategy or "sets", tuple(found), in_turn, left_out=left_out)
 
 
 def _in_turn(part: DeviceSet, roles: Mapping[str, str]) -> tuple[str, str] | None:
@@ -304,6 +307,8 @@ def set_lines(arrangement: Arrangement, tables: Mapping[str, object], ahead: int
                 text += f"; {' and '.join(part.lanes)} at once"
         elif len(part.members) > 1:
             text += ", side by side"
+        if part.members[0] in arrangement.left_out:
+            text += ", as placement.sets does not name it"
         yield f"  set {part.name}".ljust(25) + text
     if arrangement.strategy == "async" and not ahead:
         yield 'warning: placement.strategy = "async" and lookahead = 0: the two pools wait for each other all the time'

@@ -15,7 +15,7 @@ from asyncrlhf.backends.megatron.options import MegatronOptions
 from asyncrlhf.backends.torch.options import OptimizerOptions, SamplerOptions, ScorerOptions, TrainerOptions
 from asyncrlhf.backends.vllm.options import VllmOptions, require_vllm
 from asyncrlhf.config import schema
-from asyncrlhf.config.derive import derive
+from asyncrlhf.config.derive import derive, transport_line
 from asyncrlhf.config.load import convert, import_named, load, resolved
 from asyncrlhf.errors import ConfigError
 
@@ -463,6 +463,10 @@ def test_publishes_overlap_where_there_is_something_to_train_on_meanwhile(read: 
         ((*STALE, "lookahead=0"), "generation and training never overlap"),
         (("max_staleness=2", "off_policy=none"), "tokens up to 2 versions old train uncorrected"),
         (("answers_per_prompt=1",), "advantages within a prompt are all 0"),
+        (
+            ("evaluation.every=11", "evaluation.path=rows.jsonl"),
+            "evaluation.every = 11 with train_steps = 10: only version 0 is evaluated",
+        ),
         (("limits.lease_timeout=0",), "a lost answer is noticed only when the run stalls"),
         (
             ("limits.lease_timeout=20", "groups.reward.function=a:b", "groups.reward.timeout=30"),
@@ -474,6 +478,19 @@ def test_check_warns_of_what_is_legal_and_not_meant(read: Load, overrides: tuple
     facts = derive(read(*overrides))
     assert any(words in warning for warning in facts.warnings)
     assert any(line.startswith("warning: ") and words in line for line in facts.lines())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("runtime=local",), 'shared, since all engines are processes of this machine (publish.transport = "auto")'),
+        (("runtime=inproc",), "memory of this process"),
+        (("runtime=ray",), "collective to those on another"),
+        (("runtime=ray", "publish.transport=objects"), "objects, as publish.transport says"),
+    ],
+)
+def test_check_says_how_weights_go_and_why(read: Load, overrides: tuple[str, ...], words: str) -> None:
+    assert words in transport_line(read(*overrides))
 
 
 def test_a_sound_configuration_has_no_warning(read: Load) -> None:

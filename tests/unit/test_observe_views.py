@@ -17,6 +17,7 @@ from asyncrlhf.observe import (
     EngineBusy,
     Fenced,
     Granted,
+    GroupShape,
     Metrics,
     Observer,
     Restarted,
@@ -24,6 +25,7 @@ from asyncrlhf.observe import (
     Settled,
     Summary,
     Trace,
+    TurnTaken,
     Warned,
     make_tracker,
     report_lines,
@@ -49,6 +51,7 @@ def test_summary_by_hand(tmp_path: Path) -> None:
                 "reason": "",
                 "message": "",
                 "algorithm": "algorithms.grpo:GRPO",
+                "is_sampled": True,
                 "is_scored": True,
                 "train_steps": 10,
                 "wall_s": 20.0,
@@ -60,6 +63,7 @@ def test_summary_by_hand(tmp_path: Path) -> None:
                 "staleness": {
                     "bound": 2,
                     "lookahead": 1,
+                    "since_step": 0,
                     "max_token_lag": 2,
                     "mean_token_lag": 2 / 3,
                     "expired_fraction": 1 / 24,
@@ -84,6 +88,8 @@ def test_summary_by_hand(tmp_path: Path) -> None:
                     "train": {"busy": 0.6, "sync": 0.05, "wait": 0.25},
                 },
                 "steady_state": {"skipped_steps": 2, "steps": 8, "seconds": 16.0},
+                "publishes": {"count": 10, "seconds": 2.0, "exposed": 1.0},
+                "switches": {"count": 0, "seconds": 0.0},
                 "leases": {"running": 2, "scoring": 0, "ready": 1, "consumed": 20, "dropped": 0},
                 "failed_leases": 1,
                 "optimizer_steps": 10,
@@ -93,6 +99,29 @@ def test_summary_by_hand(tmp_path: Path) -> None:
             }
         )
     )
+
+
+def test_the_report_names_what_moved_and_leaves_out_what_nothing_did() -> None:
+    scene = Scene(None, steps=4)
+    scene.observer.emit(TurnTaken(devices="d", group="policy", seconds=2.0))
+    report = report_lines(scene.observer.summary.result(), None)
+    assert "publishes   4 in 0.8 s, 50.0% of it exposed" in report
+    assert "switches    1 of shared devices in 2.0 s, 25.0% of the run" in report
+    scene = Scene(None)
+    scene.start(groups={"policy": GroupShape("policy", 1)})
+    supervised = report_lines(scene.observer.summary.result(), None)
+    assert not any(line.startswith(("overlap", "publishes", "switches")) for line in supervised)
+
+
+def test_lags_are_those_under_one_bound() -> None:
+    scene = Scene(None, steps=3)
+    scene.start(resumed_from=3)
+    assert scene.observer.summary.result()["staleness"]["max_token_lag"] == 2
+    scene.start(resumed_from=3, max_staleness=1)
+    staleness = scene.observer.summary.result()["staleness"]
+    assert (staleness["bound"], staleness["max_token_lag"], staleness["since_step"]) == (1, None, 3)
+    report = report_lines(scene.observer.summary.result(), None)
+    assert any(line.startswith("staleness   since train step 3: lag - mean") for line in report)
 
 
 def test_summary_leaves_the_warm_up_out(tmp_path: Path) -> None:
@@ -246,7 +275,7 @@ def test_plain_console(tmp_path: Path) -> None:
     assert report[1] == "reward      0.1 -> 0.1"
     assert report[4].endswith("lags 0:44% 1:44% 2:11%")
     assert str(tmp_path) in report[-1]
-    assert len(report) <= 10
+    assert len(report) <= 11
 
 
 def test_plain_console_prints_every_two_seconds_and_the_last_step() -> None:

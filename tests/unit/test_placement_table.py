@@ -18,6 +18,7 @@ from asyncrlhf.flow.ledger import Ledger
 from asyncrlhf.groups import TrainGroup
 from asyncrlhf.groups.follower import Follower
 from asyncrlhf.observe import EventLog
+from asyncrlhf.placement.arrange import set_lines
 from asyncrlhf.stages import Stage, prepare
 from asyncrlhf.testing.runtime import FakeRuntime
 from asyncrlhf.testing.sources import FakeRows
@@ -115,6 +116,18 @@ def test_sizes_follow_where_all_devices_are_shared() -> None:
     assert own.config.groups["rollout"]["replicas"] == 2, "an explicit key wins"
     worker = placed("placement.strategy=alternating", "groups.policy.data_parallel=2")
     assert worker.config.groups["rollout"]["replicas"] == 2
+
+
+def test_check_says_which_groups_no_set_names(tmp_path: Path) -> None:
+    sets = 'placement.sets=[["rollout", "policy"], ["critic", "reward"]]'
+    judged = ["evaluation.every=1", "evaluation.path=rows.jsonl", "evaluation.judges.other.model=judge"]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab>", "answer": "ba"}\n')
+    stage = placed(sets, *judged, "evaluation.judges.other.backend=torch")
+    assert stage.arrangement is not None
+    assert stage.arrangement.left_out == ("reference", "other")
+    lines = set_lines(stage.arrangement, stage.wiring.engines, 0)
+    named = [line.split()[1] for line in lines if line.endswith("as placement.sets does not name it")]
+    assert named == ["reference", "other"]
 
 
 def test_turns_and_sets_can_be_chosen() -> None:
