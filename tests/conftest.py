@@ -16,7 +16,9 @@ from asyncrlhf.backends.torch.guard import guard_companions
 
 guard_companions()
 
-settings.register_profile("any machine", deadline=None)
+settings.register_profile("explore", deadline=None)
+"""By hand: `pytest --hypothesis-profile=explore` draws other examples each time."""
+settings.register_profile("any machine", deadline=None, derandomize=True)
 settings.load_profile("any machine")
 
 

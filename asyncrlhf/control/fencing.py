@@ -75,7 +75,9 @@ class Fencing:
             await self.send(follower, replica)
         except GroupError as error:
             self.fence(follower, replica, incarnation, str(error))
-        replica.serving = replica.key in self.members.serving  # unless it has failed since
+        if replica.key in self.members.serving:  # it has not failed since
+            replica.serving = True
+            follower.flush()
 
     async def one_serves(self) -> None:
         """Wait until an engine serves."""

@@ -86,6 +86,7 @@ class RolloutGroup(Follower):
         self._held_back: list[GenerateRequest] = []
         self._held = False
         self._numbers = 0
+        self._resting = False
         self.outside = Outside(self._note_turn)
         self._has_work, self._leave = asyncio.Event(), asyncio.Event()
 
@@ -137,6 +138,7 @@ class RolloutGroup(Follower):
 
     def flush(self) -> None:
         """An engine has come to serve: send what had none to go to, unless all are being drained."""
+        self._note_silence()
         waiting, self._held_back = self._held_back, []
         self._dispatch(waiting)
         self._note_turn()
@@ -154,7 +156,15 @@ class RolloutGroup(Follower):
             elif task is not None:
                 self._reported[request_id] = Counter()
                 self._dispatch([request])
+        self._note_silence()
         self._note_turn()
+
+    def _note_silence(self) -> None:
+        """Leases do not age while their answers rest, or no engine serves that could go on with them."""
+        if self._resting or not any(replica.serving for replica in self.replicas):
+            self._leases.silence.pause(self.name, lambda: {t.prompt.uid for t in self._tasks.values() if t.lease})
+        else:
+            self._leases.silence.go_on(self.name)
 
     # ---- the actor -----------------------------------------------------------------------------------------------
     async def serve(self) -> None:
@@ -185,12 +195,14 @@ class RolloutGroup(Follower):
         return self.wants and (self.outside.must_go_on or any(replica.draining for replica in self.replicas))
 
     async def rest(self) -> None:
-        self._leases.silence.pause(self.name, lambda: {t.prompt.uid for t in self._tasks.values() if t.lease})
+        self._resting = True
+        self._note_silence()
         await super().rest()
 
     async def resume(self) -> None:
         await super().resume()
-        self._leases.silence.go_on(self.name)
+        self._resting = False
+        self._note_silence()
 
     def takes_as_it_wakes(self, replica: Replica) -> bool:
         return replica.asleep

@@ -16,7 +16,7 @@ from tests.contract.inspector import check_batches, go
 from tests.contract.shapes import Filtered, TwoModels
 
 LEASES = 100_000 if int(os.environ.get("EXAMPLES", "60")) >= 1000 else 6_000
-pytestmark = pytest.mark.timeout(60 if LEASES < 100_000 else 0)
+pytestmark = pytest.mark.timeout(400 if LEASES < 100_000 else 0)
 
 TAILS = Scenario(
     prompts_per_step=3,

@@ -29,7 +29,7 @@ from tests.contract.inspector import go
 from tests.contract.scenarios import scenarios
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
-pytestmark = pytest.mark.timeout(60 if EXAMPLES <= 60 else 0)
+pytestmark = pytest.mark.timeout(400 if EXAMPLES <= 60 else 0)
 
 
 class ByHand:

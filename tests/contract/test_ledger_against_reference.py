@@ -20,7 +20,7 @@ from tests.contract.twin import TwinMembership, TwinSimulation
 EXAMPLES = int(os.environ.get("EXAMPLES", "200"))
 NAMED = {"completed", "exhausted", "diverged", "train_steps"}
 many = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-pytestmark = pytest.mark.timeout(60 if EXAMPLES <= 200 else 0)
+pytestmark = pytest.mark.timeout(400 if EXAMPLES <= 200 else 0)
 
 
 @st.composite

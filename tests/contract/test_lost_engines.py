@@ -12,7 +12,7 @@ from algorithms.ppo import PPO
 from asyncrlhf.algorithm import Algorithm
 from asyncrlhf.observe import Restarted, Scored
 from asyncrlhf.testing import Fault, Scenario, Timing
-from tests.contract.inspector import check_batches, go
+from tests.contract.inspector import check_batches, go, settled
 from tests.contract.test_core_invariants import check_trained
 
 SCENARIO = Scenario(
@@ -57,6 +57,15 @@ def test_all_of_them_at_once(algorithm: type[Algorithm]) -> None:
     run = go(algorithm, replace(SCENARIO, faults=faults))
     check_whole(run)
     assert sorted(event.group for event in run.events_of(Restarted)) == ["reference", "reward", "rollout"]
+
+
+def test_leases_do_not_age_while_no_engine_is_there_to_serve_them() -> None:
+    timing = Timing(verbs={"step": 5.0, "spawn": 150.0})
+    fault = Fault(at=20.0, kind="lost")
+    run = go(GRPO, replace(SCENARIO, replicas=1, timing=timing, lease_timeout=100.0, faults=[fault]))
+    check_whole(run)
+    assert len(run.events_of(Restarted)) == 1
+    assert not settled(run, "dropped(timeout)")
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, PPO])
