@@ -77,7 +77,8 @@ class Turns:
         self.name = name
         self._gate, self._log = gate, log
         self._seats: list[Seat] = []
-        self._waiting: list[_Waiter] = []
+        self._waiting: dict[tuple[Seat, bool], dict[_Waiter, None]] = {}
+        """By seat, and whether it is to be kept; those of one seat are given it together. The longest waiting first."""
         self._switching = asyncio.Lock()
         self._advancing = False
 
@@ -89,9 +90,9 @@ class Turns:
 
     def waits(self, now: float) -> Iterator[Wait]:
         """Who waits for its turn, and for whom."""
-        for waiter in self._waiting:
+        for waiter in (waiter for waiters in self._waiting.values() for waiter in waiters):
             holders = [seat.name for seat in self._seats if seat.holders and seat.meets(waiter.seat)]
-            if waiter.granted.done() or not self._wanted(waiter):
+            if not self._wanted(waiter):
                 continue
             whom = f"group {holders[0]}" if holders else "the train step" if waiter.leave else "the sampler"
             yield Wait(f"group {waiter.seat.name}", whom, f"its turn on {self.name}", now - waiter.since, kind="turns")
@@ -103,23 +104,19 @@ class Turns:
                 yield f"group {seat.name} has its turn on {self.name}"
 
     def advance(self) -> None:
-        """Give the turn to whoever is next; ask a sampler to leave that others are due after."""
+        """Give the turn to whoever is next; ask a sampler to leave that others are due after. Looks at seats, however
+        many wait for each: this follows every move of a lease."""
         if self._advancing:
             return
         self._advancing = True
         try:
             ahead: list[Seat] = []
-            self._waiting = [waiter for waiter in self._waiting if not waiter.granted.done()]
-            for waiter in list(self._waiting):
-                seat = waiter.seat
-                if not self._due(waiter):
+            for seat, keeps in list(self._waiting):
+                if not (self._sampler_is_due(seat) if keeps else self._is_due(seat)):
                     continue
                 before = [other for other in self._seats if other.holders and seat.meets(other)]
                 if not before and (seat.holders or not any(seat.meets(other) for other in ahead)):
-                    self._waiting.remove(waiter)
-                    seat.holders += 1
-                    seat.keeps = seat.keeps or waiter.leave
-                    waiter.granted.set_result(None)
+                    self._grant(seat, keeps)
                     continue
                 ahead.append(seat)
                 for other in before:
@@ -129,17 +126,28 @@ class Turns:
         finally:
             self._advancing = False
 
+    def _grant(self, seat: Seat, keeps: bool) -> None:
+        for waiter in self._waiting.pop((seat, keeps)):
+            if not waiter.granted.done():  # else it was cancelled, and is about to see it
+                seat.holders += 1
+                seat.keeps = seat.keeps or waiter.leave
+                waiter.granted.set_result(None)
+
     def _note_waits(self) -> None:
         """Who waits for his turn is not silent for his own sake. Behind answers that must go on training waits for
-        others, and a run in which nothing moves is stalled."""
-        if any(isinstance(waiter.seat.tenant, FrozenEngine) for waiter in self._waiting):
+        others, and a run in which nothing moves is stalled. An evaluation's time to keep it waiting begins."""
+        if any(isinstance(seat.tenant, FrozenEngine) for seat, _ in self._waiting):
             live = self._gate.ledger.live
             self._gate.silence.pause(
                 self.name, lambda: {uid for uid, lease in live.items() if lease.state == "scoring"}
             )
         else:
             self._gate.silence.go_on(self.name)
-        waiting = [waiter.seat for waiter in self._waiting if isinstance(waiter.seat.tenant, TrainGroup)]
+        for seat, keeps in self._waiting:
+            if not keeps and self._reads_now(seat):
+                for sampler in self._in_the_way(seat):
+                    sampler.outside.hold_up()
+        waiting = [seat for seat, _ in self._waiting if isinstance(seat.tenant, TrainGroup)]
         if any(sampler.must_go_on for seat in waiting for sampler in self._samplers(seat)):
             self._gate.held_up.setdefault(self.name, asyncio.get_running_loop().time())
         else:
@@ -148,8 +156,8 @@ class Turns:
     @asynccontextmanager
     async def held(self, seat: Seat, leave: asyncio.Event | None) -> AsyncGenerator[None, None]:
         """The turn of a seat, once it has come; `leave`: see Turn.kept."""
-        waiter = _Waiter(seat, leave, asyncio.get_running_loop().time())
-        self._waiting.append(waiter)
+        waiter, key = _Waiter(seat, leave, asyncio.get_running_loop().time()), (seat, leave is not None)
+        self._waiting.setdefault(key, {})[waiter] = None
         self.advance()
         try:
             await waiter.granted
@@ -162,24 +170,28 @@ class Turns:
                     seat.keeps = None
             else:
                 waiter.granted.cancel()
+                if waiters := self._waiting.get(key):
+                    waiters.pop(waiter, None)
+                    if not waiters:
+                        del self._waiting[key]
             self.advance()
 
     # ---- who is next ---------------------------------------------------------------------------------------------
-    def _due(self, waiter: _Waiter) -> bool:
-        """Whether it may have the turn as soon as nobody else has it."""
-        if waiter.leave is not None:
-            return self._sampler_is_due(waiter.seat)
-        samplers = self._samplers(waiter.seat)
-        if (
-            isinstance(waiter.seat.tenant, FrozenEngine)
-            and not self._batch_is_near()
-            and any(self._may_sample(other) for other in self._seats if other.meets(waiter.seat))
-        ):
-            return False
-        held_by = [sampler for sampler in samplers if sampler.must_go_on]
-        for sampler in held_by:
-            sampler.outside.hold_up()
-        return not held_by
+    def _is_due(self, seat: Seat) -> bool:
+        """Whether it may have the turn as soon as nobody else has it, and not to keep it."""
+        return self._reads_now(seat) and not self._in_the_way(seat)
+
+    def _reads_now(self, seat: Seat) -> bool:
+        """False for a model that reads answers while a sampler can bring the batch nearer."""
+        return (
+            not isinstance(seat.tenant, FrozenEngine)
+            or self._batch_is_near()
+            or not any(self._may_sample(other) for other in self._seats if other.meets(seat))
+        )
+
+    def _in_the_way(self, seat: Seat) -> list[RolloutGroup]:
+        """Samplers that share devices with it, and whose answers somebody waits for."""
+        return [sampler for sampler in self._samplers(seat) if sampler.must_go_on]
 
     def _samplers(self, seat: Seat) -> list[RolloutGroup]:
         """Those that share devices with it."""
@@ -201,9 +213,9 @@ class Turns:
     def _batch_is_near(self) -> bool:
         """Whether the rollouts that a train step takes have been sampled."""
         ledger, size = self._gate.ledger, self._gate.ledger.rules.prompts_per_step
-        if ledger.rules.order == "admission":
-            return sum(lease.state != "running" for lease in islice(ledger.live.values(), size)) == size
-        return ledger.sampled_count >= size
+        if ledger.sampled_count < size or ledger.rules.order != "admission":
+            return ledger.sampled_count >= size
+        return all(lease.state != "running" for lease in islice(ledger.live.values(), size))
 
     def _wanted(self, waiter: _Waiter) -> bool:
         sampler = waiter.seat.sampler

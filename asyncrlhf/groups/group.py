@@ -108,10 +108,15 @@ class TooLate(GroupError):
 
 
 async def within(
-    seconds: float | None, call: Awaitable[T], what: str, *, after: asyncio.Future[Any] | None = None
+    seconds: float | None,
+    call: Awaitable[T],
+    what: str,
+    *,
+    after: asyncio.Future[Any] | None = None,
+    limit_is: str = "limits.stall_timeout =",
 ) -> T:
     """Await an engine at most `seconds` (None: for ever), counted from when `after` is done. Raises TooLate, naming
-    `what`, when it takes longer."""
+    `what` and what the `limit_is`, when it takes longer."""
     loop, open_ = asyncio.get_running_loop(), True
     try:
         async with asyncio.timeout(None) as limit:
@@ -130,7 +135,7 @@ async def within(
                 open_ = False
     except TimeoutError:
         raise TooLate(
-            f"{what} has not come back within limits.stall_timeout = {seconds:g} s; its engine hangs, or the limit is "
+            f"{what} has not come back within {limit_is} {seconds:g} s; its engine hangs, or the limit is "
             "too low for this model"
         ) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from asyncrlhf.ops import Loss, Transform
 
 __all__ = ("CriticGroup", "PolicyGroup", "TrainGroup")
+
+HALF = "half of limits.stall_timeout,"
 
 
 class TrainGroup(Group):
@@ -169,7 +171,7 @@ class TrainGroup(Group):
         if self._engine is None:
             return
         try:
-            await self._ask("offload")
+            await self._move("offload")
         except AsyncRLHFError as error:
             if self._tasks is None:
                 raise
@@ -178,7 +180,7 @@ class TrainGroup(Group):
     async def resume(self) -> None:
         """Come back to them. Raises GroupError."""
         if self._engine is not None:
-            await self._ask("onload")
+            await self._move("onload")
 
     async def _call(
         self,
@@ -193,11 +195,20 @@ class TrainGroup(Group):
             told()
             return await self._ask(verb, *arguments, after=after)
 
+    async def _move(self, verb: str) -> None:
+        """While others wait for its devices, in a run that is stalled after `call_timeout`: it has half of that, so
+        that the run ends by its name."""
+        half = None if self._call_timeout is None else self._call_timeout / 2
+        await self._settle(within(half, self.engine.call(verb), f"group {self.name!r}: {verb}", limit_is=HALF))
+
     async def _ask(self, verb: str, *arguments: object, after: asyncio.Task[None] | None = None) -> Any:
+        call = self.engine.call(verb, *arguments)
+        return await self._settle(within(self._call_timeout, call, f"group {self.name!r}: {verb}", after=after))
+
+    async def _settle(self, call: Awaitable[Any]) -> Any:
         """Raises EngineLost, and ends the engine, when it does not come back; for other calls to it, too."""
         try:
-            call = self.engine.call(verb, *arguments)
-            return await within(self._call_timeout, call, f"group {self.name!r}: {verb}", after=after)
+            return await call
         except TooLate as error:
             self._lost = self._lost or str(error)
             await self.engine.close(at_once=True)

@@ -223,6 +223,54 @@ def test_a_trained_model_that_cannot_change_over_ends_the_run(group: str, verb: 
     assert not run.events_of(Restarted)
 
 
+@pytest.mark.parametrize("verb", ["offload", "onload"])
+@pytest.mark.parametrize("group", ["policy", "critic"])
+def test_a_trained_model_that_hangs_as_it_changes_over_ends_the_run_by_its_name(group: str, verb: str) -> None:
+    """Before the run is stalled."""
+    fault = Fault(group=group, at=60.0, kind="hang", verb=verb)
+    run = go(PPO, replace(TOGETHER, rows=40, stall_timeout=500.0, faults=[fault]))
+    assert run.reason == "EngineLost"
+    assert f"group '{group}': {verb} has not come back within half of limits.stall_timeout, 250 s" in str(run.error)
+
+
+def test_turns_look_at_seats_and_not_at_all_who_wait() -> None:
+    """Nor does a cancelled one get the turn."""
+
+    async def main() -> int:
+        run = await build_run(PPO, TOGETHER)
+        (turns,) = run.turns
+        seats = {seat.name: seat for seat in turns._seats}
+
+        async def wait() -> None:
+            async with seats["policy"].taken():
+                pass
+
+        async with seats["critic"].taken():
+            waiting = [asyncio.ensure_future(wait()) for _ in range(1000)]
+            await asyncio.sleep(1.0)
+            looked = 0
+            plain = turns._is_due
+
+            def counted(seat: Any) -> bool:
+                nonlocal looked
+                looked += 1
+                return plain(seat)
+
+            turns._is_due = counted  # type: ignore[method-assign]
+            turns.advance()
+            for task in waiting[::2]:
+                task.cancel()
+            turns.advance()
+        await asyncio.wait(waiting)
+        assert [task.cancelled() for task in waiting] == [True, False] * 500
+        assert not seats["policy"].holders
+        assert not turns._waiting
+        await run.runtime.close()
+        return looked
+
+    assert run_virtual(main()) < 600, "an end of a turn looks once, and so do the ends of cancelled ones"
+
+
 @pytest.mark.parametrize("together", [(), (("rollout", ""), ("shadow_critic", ""))])
 def test_a_critic_s_copy_gives_its_values(together: Any) -> None:
     """Without staleness those of the critic itself, whoever shares its devices."""
