@@ -72,7 +72,8 @@ def arrange(config: Config, roles: Mapping[str, str], tables: Mapping[str, objec
     """The sets of a run whose groups have these roles and tables; None: the configuration does not say. Raises
     ConfigError, with both values, where pools contradict it."""
     wanted = config.placement
-    models, left_out = {n: table for n, table in tables.items() if isinstance(table, Compute)}, tuple[str, ...]()
+    models = {name: table for name, table in tables.items() if isinstance(table, Compute)}
+    left_out: tuple[str, ...] = ()
     said = f'placement.strategy = "{wanted.strategy}"' if wanted.strategy else "placement.sets"
     if wanted.sets:
         for name in (name for part in wanted.sets for name in part):
@@ -307,7 +308,7 @@ def set_lines(arrangement: Arrangement, tables: Mapping[str, object], ahead: int
                 text += f"; {' and '.join(part.lanes)} at once"
         elif len(part.members) > 1:
             text += ", side by side"
-        if part.members[0] in arrangement.left_out:
+        if set(part.members) <= {*arrangement.left_out}:
             text += ", as placement.sets does not name it"
         yield f"  set {part.name}".ljust(25) + text
     if arrangement.strategy == "async" and not ahead:

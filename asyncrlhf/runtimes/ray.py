@@ -117,6 +117,9 @@ class RayRuntime:
             where = "cannot be started here" if self._address is None else f'ray.address = "{self._address}"'
             raise ConfigError(f'runtime = "ray": {where}: {str(error).partition(chr(10))[0]}') from error
         self._started = True
+        if self._address is not None:
+            cluster = ray.get_runtime_context().gcs_address
+            print(f'joined the Ray at {cluster} (ray.address = "{self._address}")', file=sys.stderr, flush=True)
 
     def _actor(self, place: Place) -> Any:
         """An actor that will hold the engine of a place. Without a pool it asks for no logical CPU: engines of one

@@ -130,6 +130,7 @@ def test_a_lost_node_costs_no_prompt(three: Three, forks: Forks, tmp_path: Path)
     three.remove(lost)
     three.generation = [kept]
     assert child.until(lambda: steps() >= 5, PATIENCE), child.text
+    assert f"joined the Ray at {three.address} (ray.address = " in child.text
     assert "engine rollout/0 is out of service" in child.text
     assert "node has died" in child.text
     three.generation.append(three.add())

@@ -31,7 +31,7 @@ def test_time_jumps_to_the_next_timer_and_nobody_sleeps() -> None:
 
     begun = time.monotonic()
     assert run_virtual(main()) == [("tenth", 0.1), ("three tenths", 0.3), ("year", 31_536_000.0)]
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 60.0
 
 
 def test_time_stands_still_while_anything_is_ready() -> None:
