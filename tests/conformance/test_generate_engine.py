@@ -130,7 +130,7 @@ def test_torch(check: Any, torch_subject: GenerateSubject) -> None:
     check(torch_subject)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @checks
 def test_vllm(check: Any, vllm_subject: GenerateSubject) -> None:
     check(vllm_subject)

@@ -27,7 +27,7 @@ from asyncrlhf.messages import (
 )
 from tests.integration.long_answers import TOKENS, spec
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(600)
 
 
 @asynccontextmanager

@@ -98,7 +98,7 @@ def test_N14_tensors_smaller_and_larger_than_a_bucket_share_it_or_have_one_of_th
     assert all(same_bytes(received[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("path", "bucket_bytes"),
     [

@@ -19,7 +19,7 @@ from tests.faults.halting import GO, HALTED
 from tests.faults.test_local import DATA, PATIENCE
 from tests.faults.test_ray import process
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 POOLS = """
 [pools.training]
 cores = 1
@@ -61,7 +61,7 @@ def three() -> Iterator[Three]:
 
 
 def configured(three: Three, directory: Path, text: str) -> str:
-    ray = f'\n[ray]\naddress = "{three.address}"\npatience = 30.0\n'
+    ray = f'\n[ray]\naddress = "{three.address}"\npatience = 100.0\n'
     return scene.write(directory, text.replace('runtime = "local"', 'runtime = "ray"') + POOLS + ray)
 
 

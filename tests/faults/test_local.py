@@ -16,11 +16,11 @@ from tests.faults import scene
 from tests.faults.forks import Child, Forks
 from tests.faults.halting import GO, HALTED
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 LOCAL = scene.BASE.replace('runtime = "inproc"', 'runtime = "local"')
 DATA = LOCAL.replace("train_steps = 6\n", "").replace("rows = 48", "rows = 40").replace("tasks:graded", "tasks:slow")
 DATA += "[groups.reference]\n"
-PATIENCE = 200.0
+PATIENCE = 400.0
 
 
 def engines(parent: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ from tests.faults import scene
 from tests.faults.forks import Forks
 from tests.faults.test_local import LOCAL, PATIENCE, engines, gone, kill_at
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_L12_one_rank_is_killed_and_the_run_goes_on_from_a_checkpoint(forks: Forks, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.faults import scene
 from tests.faults.forks import Child, Forks
 from tests.faults.test_local import DATA, LOCAL, PATIENCE, alive, wait_for
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 RAY = LOCAL.replace('runtime = "local"', 'runtime = "ray"')
 
 

@@ -17,8 +17,8 @@ from tests.faults.test_local import engines as engines_of
 from tests.faults.test_ray import process
 from tests.integration.tiny import SCRATCH, grpo
 
-pytestmark = pytest.mark.timeout(420)
-PATIENCE = 200.0
+pytestmark = pytest.mark.timeout(900)
+PATIENCE = 400.0
 VLLM = (
     DATA.replace("[groups.reference]\n", "")
     .replace("epochs = 2", "epochs = 1")

@@ -194,7 +194,7 @@ async def flow(logs: Path, rollouts: int) -> Long:
             start=start,
             finish=finish,
             close=[group.close, reference.close],
-            stall_timeout=60.0,
+            stall_timeout=250.0,
         )
     finally:
         await runtime.close()

@@ -19,7 +19,7 @@ STEPS, ANSWERS = 5, 16
 """Train steps, and answers in each."""
 DEATH = 3
 """The version whose publish the first engine does not survive."""
-PATIENCE = 60.0
+PATIENCE = 200.0
 
 
 def wait_until(there: Callable[[], bool], what: str) -> None:

@@ -18,7 +18,7 @@ from asyncrlhf.launch import run
 from asyncrlhf.wiring import wire
 from tests.integration.tiny import SCRATCH, grpo
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 PPO = grpo(
     algorithm="algorithms.ppo:PPO",

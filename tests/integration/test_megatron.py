@@ -41,7 +41,7 @@ from tests.integration.torch_scene import (
     with_behaviour,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 SHARED = "asyncrlhf.weights.shared:SharedMemoryTransfer"
 SMALL = "tests.integration.megatron_crew:SmallMessages"
 VOCABULARY = 200

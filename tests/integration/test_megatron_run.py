@@ -17,7 +17,7 @@ from asyncrlhf.wiring import wire
 from tests.integration.tiny import SCRATCH, grpo
 from tests.integration.torch_scene import distance, trainer, weights
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 MEGATRON = (
     SCRATCH.replace("num_key_value_heads = 1", "num_key_value_heads = 2")

@@ -33,7 +33,7 @@ stall_timeout = 240.0
 """
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("runtime", ["local", "ray"])
 def test_L7_the_trainer_steps_on_while_an_engine_prepares_and_when_it_dies(
     runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

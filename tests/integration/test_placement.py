@@ -80,7 +80,7 @@ def overlapping(*groups: str) -> list[tuple[EngineBusy, EngineBusy]]:
     ]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("strategy", "in_turn"),
     [
@@ -110,14 +110,14 @@ def test_a_shared_shadow_takes_turns_with_the_rollout_engine(expected: Weights) 
     assert not [event for event in busy() if event.group == "critic" and event.work == "logprobs"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_alternating_interrupts_answers_and_goes_on_with_new_weights() -> None:
     finished("placement.strategy=alternating", "max_staleness=2", "lookahead=1", "off_policy=decoupled", "order=ready")
     assert not overlapping(*EVERYTHING)
     assert [row["train_step"] for row in metrics()] == list(range(6))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("runtime", "strategy"), [("local", "colocate"), ("local", "separation"), ("ray", "colocate")])
 def test_processes_take_turns_as_threads_do(runtime: str, strategy: str, expected: Weights) -> None:
     finished(f"runtime={runtime}", f"placement.strategy={strategy}")

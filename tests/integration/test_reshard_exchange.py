@@ -11,7 +11,7 @@ from asyncrlhf.weights.plan import LOCAL, make_plan
 from tests.integration.reshard_ranks import CAP, SHORT, free_ports, rank_main
 from tests.integration.reshard_scene import RANKS, pairs
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 STAGES = ("moved", "refused", "late", "killed")
 
 

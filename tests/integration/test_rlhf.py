@@ -214,7 +214,7 @@ def test_ppo_s_other_choices_run(changes: list[str]) -> None:
     assert ("loss/entropy" in last) == ("settings.loss.entropy=0.01" in changes)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("inside")
 def test_ppo_by_reference_is_the_same_run() -> None:
     """Answers, reference log-probs, values, advantages and proximal log-probs go from actor to actor.

@@ -112,7 +112,7 @@ def by_hand(model: Path, minibatches: int) -> tuple[list[float], dict[str, torch
     return rewards, load_file(model.parent / "by_hand" / "model.safetensors"), uids
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("runtime", "minibatches"), [("inproc", 1), ("inproc", 2), ("local", 2), ("ray", 2), ("by reference", 2)]
 )

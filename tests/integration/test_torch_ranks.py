@@ -42,7 +42,7 @@ from tests.integration.torch_scene import (
     weights,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 SHARDINGS = ["none", "full"]
 
 

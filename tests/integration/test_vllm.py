@@ -27,7 +27,7 @@ from tests.integration.torch_sampling import Log, batch_of, check
 from tests.integration.torch_scene import make_model, make_requests, trainer
 from tests.integration.vllm_host import SHARED, VllmHost
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
 LATENT = {
     "model_type": "deepseek_v2",

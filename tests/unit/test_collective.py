@@ -288,7 +288,7 @@ def test_l7_a_trainer_that_is_killed_fails_the_engine_that_reads_from_it() -> No
         process.join(10)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 def test_a_trainer_whose_process_ends_with_live_pairs_ends_well() -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
