@@ -236,6 +236,7 @@ class Session:
         if resumed is None or not resumed.own:
             await self._save(groups=resumed is not None and bool(resumed.manifest.groups))
         self.started = True
+        self.restarts.serves(time.monotonic())
 
     def _ledger(self, resumed: Resume | None) -> Ledger:
         rules, dataset = ledger_rules(self.config), self.stage.dataset

@@ -89,8 +89,8 @@ class Limits(Table, frozen=True, kw_only=True):
     stall_timeout: PositiveAmount = 1800.0
     """Seconds without any progress, or for one call to a trained model, after which the run ends as stalled."""
     max_restarts: Count = 3
-    """Times within an hour that the run goes on from its newest checkpoint when the process of a trained model is lost;
-    0: the run then fails."""
+    """Times within an hour that the run goes on from its newest checkpoint when the process of a trained model is lost,
+    with delays as those of a rollout engine; 0: the run then fails."""
     logprob_gap: Amount = 0.1
     """Nats by which sampler and trainer may differ on a token of the same weights before a warning; 0: no warning."""
     wait_timeout: PositiveAmount = 60.0
