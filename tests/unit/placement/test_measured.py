@@ -30,6 +30,7 @@ from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.placement.measured import MeasuredRun, read_run
 from asyncrlhf.placement.predict import as_text, facts_of, predictions
 from asyncrlhf.placement.simulate import simulate
+from asyncrlhf.placement.turning import usual_turning
 from asyncrlhf.placement.workload import Workload
 
 BASE, SLOPE, TRAIN, REWARD, PUBLISH = 0.010, 0.002, 1e-3, 0.2, 0.05
@@ -203,6 +204,7 @@ def small_machine(**changes: object) -> MeasuredRun:
         "trainers": 1,
         "steps": 100,
         "step_s": 0.57,
+        "median_s": 0.57,
         "lengths": (64,) * 128,
         "rewards_s": (0.0,),
         "score_s": (),
@@ -210,6 +212,10 @@ def small_machine(**changes: object) -> MeasuredRun:
         "separable": True,
         "train_token_s": 0.56 / (128 * 64),
         "publish_s": 0.005,
+        "export_s": 0.002,
+        "load_s": 0.003,
+        "overlap": True,
+        "turning": usual_turning(2.4e6),
         "lease_s": 0.3,
         "generate_s": 0.28,
         "train_s": 0.56,
