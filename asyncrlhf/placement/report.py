@@ -57,9 +57,9 @@ def _origin(problem: Problem) -> str:
     timed += ["rollout"] if "rollout" in problem.fit.measured else []
     known = f"timed: {', '.join(timed)}; the rest is estimated" if timed else "all estimated"
     return (
-        f"{known} by formula from data-sheet numbers and assumed efficiencies, to compare placements; to calibrate, run "
-        "one for some 20 train steps and give its stage times as [calibration.measured], or predict that run's other "
-        "settings with plan --calibrate RUN_DIR"
+        f"{known} by formula (data-sheet numbers, assumed efficiencies), to compare placements, not as a promise. To "
+        "calibrate, run some 20 train steps, and give stage times as [calibration.measured], or have plan --calibrate "
+        "RUN_DIR predict other settings of that run"
     )
 
 

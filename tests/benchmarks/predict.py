@@ -23,10 +23,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from random import Random
 from statistics import median
+
+import msgspec
 
 from asyncrlhf.placement.measured import MeasuredRun, read_run
 from asyncrlhf.placement.predict import predictions
@@ -133,6 +136,13 @@ def changes(setting: str) -> dict[str, int | float | str]:
     return {names[key]: float(value) if key == "rewards" else int(value)}
 
 
+def recorded(base: MeasuredRun, measured: dict[str, float]) -> bytes:
+    """JSON that a test can predict from; rounded, without where it was."""
+    run = {**asdict(base), "directory": "", "rewards_s": [round(x, 4) for x in base.rewards_s]}
+    del run["turning"]
+    return msgspec.json.format(msgspec.json.encode({"run": run, "measured_median_s": measured}), indent=0)
+
+
 def ranking(measured: dict[str, float], predicted: dict[str, float]) -> list[str]:
     """Lines: both orders, and the pairs that the prediction has the other way round."""
     names = {setting: STRATEGIES.get(setting, setting) for setting in measured if setting in (*STRATEGIES, *TURNS)}
@@ -155,6 +165,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--settings", nargs="+")
     parser.add_argument("--runs", type=Path)
+    parser.add_argument("--record", type=Path, help="write the first calibration and what was measured, for tests")
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
     workload = arguments.workload
@@ -174,6 +185,8 @@ def main() -> None:
                 measured[setting].append(found.median_s)
                 predicted[setting].append(result.median)
                 means[setting].append(result.step / found.step_s - 1)
+            if number == 0 and arguments.record is not None:
+                arguments.record.write_bytes(recorded(base, {s: x[0] for s, x in measured.items()}))
     print(f"{workload:<12} measured s  predicted s   error   of the mean   rounds")
     for setting in settings:
         seen, said = median(measured[setting]), median(predicted[setting])
