@@ -32,6 +32,8 @@ __all__ = ("MeasuredRun", "read_run", "steady_of")
 SHARED = ("colocate", "flattening", "interleaving", "alternating", "standalone", "split")
 """Strategies that put rollout engines and policy on the same devices."""
 
+TOGETHER = ("async", "colocate", "flattening", "interleaving", "alternating")
+"""Strategies that put all trained models on the same devices."""
 LOADING = ("prepare", "commit", "probe")
 """What a rollout engine does for a publish."""
 
@@ -251,7 +253,7 @@ def _measure(
         publish_mode=_get(config, "in_flight", "publish", "mode"),
         engines=started.groups[rollout].ranks if rollout in started.groups else 1,
         slots=_get(config, 256, "groups", rollout, "concurrency"),
-        trainers=max(1, *trained.values()) if strategy in ("async", *SHARED) else max(1, sum(trained.values())),
+        trainers=max(1, *trained.values()) if strategy in TOGETHER else max(1, sum(trained.values())),
         shared=shared,
         steps=len(steady),
         step_s=fmean(costs),
