@@ -51,7 +51,10 @@ def chosen(
             key = "replicas" if unit in ("rollout", "shadow_critic") else "data_parallel"
             if name in groups and isinstance(models.get(name), RolloutTable | Trained) and layout.dp > 1:
                 groups[name].setdefault(key, layout.dp)
-    text = f"{best.strategy.label}: {best.step:.3g} s per train step, as planned"
+    text = (
+        f"{best.strategy.label}, by formula (about {best.step:.1g} s per train step, an estimate that nothing was "
+        "measured for); to predict from measurements: run some 20 train steps, then plan --calibrate RUN_DIR"
+    )
     return replace(config, groups=groups, placement=wanted), text
 
 

@@ -1,17 +1,18 @@
 """What a finished run measured: its events.jsonl and metrics.jsonl become a pipeline that the simulator can vary.
 
 Answers and rewards are drawn from those that were seen; seconds of decoding and training are fitted to what engines
-reported. Everything is of the steady state: train steps without their first fifth.
+reported. Everything is of the steady state: train steps without their first fifth, and without the last `lookahead`,
+for which no others are generated ahead.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from typing import Any, cast
 
 import msgspec
@@ -19,16 +20,22 @@ from msgspec import structs
 
 from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.flow.ledger import LedgerRules
-from asyncrlhf.observe.events import AnyEvent, EngineBusy, Granted, Popped, RunStarted, Sampled, Scored
+from asyncrlhf.observe.events import AnyEvent, EngineBusy, Granted, Popped, Published, RunStarted, Sampled, Scored
 from asyncrlhf.observe.log import read_events
 from asyncrlhf.placement.decoding import fit_decode
-from asyncrlhf.placement.simulate import Pipeline
+from asyncrlhf.placement.pipeline import Pipeline
+from asyncrlhf.placement.turning import Turning, measured_turning, usual_turning
 from asyncrlhf.placement.workload import Workload
 
-__all__ = ("MeasuredRun", "read_run")
+__all__ = ("MeasuredRun", "read_run", "steady_of")
 
 SHARED = ("colocate", "flattening", "interleaving", "alternating", "standalone", "split")
 """Strategies that put rollout engines and policy on the same devices."""
+
+TOGETHER = ("async", "colocate", "flattening", "interleaving", "alternating")
+"""Strategies that put all trained models on the same devices."""
+LOADING = ("prepare", "commit", "probe")
+"""What a rollout engine does for a publish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +54,18 @@ class MeasuredRun:
     engines: int
     slots: int
     trainers: int
-    """Engines that take optimizer steps."""
+    """Devices of the engines that take optimizer steps, as the run's placement counts them."""
     shared: bool = False
     """Rollout engines and trainers took turns on the same devices."""
     steps: int
     step_s: float
-    """Without checkpoints."""
+    """On average, without checkpoints."""
+    median_s: float
+    """The same, in the median."""
     lengths: tuple[int, ...]
     """Tokens of the answers that were trained on, in the order of the pops."""
     rewards_s: tuple[float, ...]
-    """Latencies of scoring, per rollout; empty: a model scores, see `score_s`."""
+    """Latencies of scoring, per rollout in the order of admission; empty: a model scores, see `score_s`."""
     score_s: tuple[float, ...]
     """Seconds per rollout of each frozen model."""
     decode: tuple[float, float]
@@ -64,7 +73,17 @@ class MeasuredRun:
     separable: bool
     """The run's answers differ enough to tell o0 from o1."""
     train_token_s: float
+    """In the median, with everything that a train step does between the pop and the publish."""
     publish_s: float
+    """From the end of a train step to the engines' commit, without a change of turns."""
+    export_s: float
+    """Of it, what a trainer's engine does."""
+    load_s: float
+    """Of it, what a rollout engine stands still for."""
+    overlap: bool
+    """Publishes go on beside training where there is a lookahead and no turns."""
+    turning: Turning
+    """What a change of turns takes: measured, where the run had some."""
     lease_s: float
     """Mean from grant to scored."""
     generate_s: float
@@ -111,6 +130,7 @@ class MeasuredRun:
         """As it ran, or another way. `strategy`: "async" (pools of their own), "alternating" (all engines of both pools
         generate and train their share in turn) or "colocate" (one pool of the trainers' devices); of a run whose pools
         were shared only itself is known. Raises ConfigError."""
+        rules = rules or self.rules()
         engines = self.engines if engines is None else engines
         shared = self.shared if strategy is None else strategy != "async"
         share = 1.0
@@ -122,14 +142,15 @@ class MeasuredRun:
                 'calibrate with a run of "async"'
             )
         elif strategy == "alternating":
-            engines, share = engines + self.trainers, self.trainers / (engines + self.trainers)
+            share = self.trainers / (engines + self.trainers) * self.turning.uneven
+            engines += self.trainers
         elif strategy == "colocate":
             engines = self.trainers
         elif strategy != "async":
             raise ConfigError(f'strategy = "{strategy}" cannot be simulated; use async, alternating or colocate')
         base, slope = self.decode
         return Pipeline(
-            rules=rules or self.rules(),
+            rules=rules,
             engines=engines,
             slots=self.slots,
             length=_Replay(self.lengths, length_scale),
@@ -138,8 +159,13 @@ class MeasuredRun:
             score=[seconds * reward_scale for seconds in self.score_s],
             train=lambda random, tokens: self.train_token_s * tokens * share,
             publish=self.publish_s,
+            export=self.export_s,
+            load=self.load_s,
+            overlap=self.overlap and rules.lookahead > 0,
             mode="drain" if self.publish_mode == "drain" else "in_flight",
             shared=shared,
+            to_train=self.turning.to_train + self.turning.cold_train,
+            to_generate=self.turning.to_generate + self.turning.cold_generate,
         )
 
 
@@ -182,32 +208,38 @@ def read_run(directory: str | Path) -> MeasuredRun:
 def _measure(
     path: Path, rows: Sequence[Mapping[str, Any]], events: Sequence[AnyEvent], started: RunStarted
 ) -> MeasuredRun:
-    steady = rows[len(rows) // 5 :]
-    first = int(steady[0]["train_step"])
-    popped = [event for event in events if isinstance(event, Popped) and event.train_step >= first]
-    since = popped[0].t if popped else 0.0
-    sampled = [event for event in events if isinstance(event, Sampled) and event.t >= since]
-    scored = [event for event in events if isinstance(event, Scored) and event.t >= since]
+    steady = steady_of(rows, started.lookahead)
+    first, last = int(steady[0]["train_step"]), int(steady[-1]["train_step"])
+    popped = [event for event in events if isinstance(event, Popped) and first <= event.train_step <= last]
+    since, until = (popped[0].t, popped[-1].t) if popped else (0.0, 0.0)
+    sampled = [event for event in events if isinstance(event, Sampled) and since <= event.t <= until]
+    scored = [event for event in events if isinstance(event, Scored) and since <= event.t <= until]
     if not popped or not sampled:
         raise ConfigError(f"{path}: no answers were sampled, so there is nothing to place; name a run that generates")
-    busy = [event for event in events if isinstance(event, EngineBusy)]
+    busy = [event for event in events if isinstance(event, EngineBusy) and since <= event.start <= until]
     roles = {name: shape.role for name, shape in started.groups.items()}
     rollouts = sum(len(event.uids) for event in popped)
     config = _config(path)
     rules = {name for name in roles if _get(config, "", "groups", name, "backend") == "rules"}
     frozen = [name for name, role in roles.items() if role in ("reward", "reference") and name not in rules]
-    spent = {name: sum(e.end - e.start for e in busy if e.group == name and e.start >= since) for name in frozen}
+    spent = {name: sum(e.end - e.start for e in busy if e.group == name) for name in frozen}
     lengths = [length for event in popped for length in event.response_lengths]
-    tokens = sum(lengths)
-    waited = sum(_number(row, "time/wait_batch") for row in steady)
-    exposed = sum(_number(row, "time/exposed_sync") for row in steady)
-    saving = sum(_number(row, "time/checkpoint") for row in steady)
-    elapsed = sum(_number(row, "time/step") for row in steady) - saving
+    strategy = _get(config, "", "placement", "strategy")
+    shared = strategy in SHARED and _get(config, "", "placement", "turns") != "none"
+    trained = {name: shape.ranks for name, shape in started.groups.items() if shape.role in ("policy", "critic")}
+    published = [event for event in events if isinstance(event, Published) and event.t >= since]
+    weights = max((event.byte_count for event in published), default=0)
+    turning = measured_turning(events, since, trained) if shared else usual_turning(weights)
+    costs = [_number(row, "time/step") - _number(row, "time/checkpoint") for row in steady]
+    training = [
+        max(0.0, cost - _number(row, "time/wait_batch") - _number(row, "time/exposed_sync") - turning.to_train * shared)
+        for row, cost in zip(steady, costs, strict=True)
+    ]
+    tokens_of = {event.train_step: sum(event.response_lengths) for event in popped}
     granted = {(event.uid, event.attempt): event.t for event in events if isinstance(event, Granted)}
     ends: Sequence[Sampled | Scored] = scored or sampled
     leases = [e.t - granted[e.uid, e.attempt] for e in ends if (e.uid, e.attempt) in granted]
     rollout = next((name for name, role in roles.items() if role == "rollout"), "rollout")
-    trainers = [shape.ranks for shape in started.groups.values() if shape.role in ("policy", "critic")]
     decode, separable = fit_decode(busy, rollout, sampled, popped, started.answers_per_prompt)
     return MeasuredRun(
         directory=str(path),
@@ -221,23 +253,40 @@ def _measure(
         publish_mode=_get(config, "in_flight", "publish", "mode"),
         engines=started.groups[rollout].ranks if rollout in started.groups else 1,
         slots=_get(config, 256, "groups", rollout, "concurrency"),
-        trainers=max(1, sum(trainers)),
-        shared=_get(config, "", "placement", "strategy") in SHARED and _get(config, "", "placement", "turns") != "none",
+        trainers=max(1, *trained.values()) if strategy in TOGETHER else max(1, sum(trained.values())),
+        shared=shared,
         steps=len(steady),
-        step_s=elapsed / len(steady),
+        step_s=fmean(costs),
+        median_s=median(costs),
         lengths=tuple(lengths),
         rewards_s=()
         if any(spent[name] for name in frozen if roles[name] == "reward")
-        else tuple(e.seconds for e in scored),
+        else tuple(e.seconds for e in sorted(scored, key=lambda e: (e.uid, e.attempt))),
         score_s=tuple(seconds / rollouts for seconds in spent.values() if seconds),
         decode=decode,
         separable=separable,
-        train_token_s=max(0.0, elapsed - waited - exposed) / max(1, tokens),
-        publish_s=exposed / len(steady),
+        train_token_s=median(
+            seconds / max(1, tokens_of.get(int(row["train_step"]), 0))
+            for row, seconds in zip(steady, training, strict=True)
+        ),
+        publish_s=max(0.0, _median(event.seconds for event in published) - turning.to_generate * shared),
+        export_s=_median(e.end - e.start for e in busy if e.group in trained and e.work == "export"),
+        load_s=sum(_median(e.end - e.start for e in busy if e.group == rollout and e.work == work) for work in LOADING),
+        overlap=_get(config, True, "publish", "overlap") is not False,
+        turning=turning,
         lease_s=fmean(leases) if leases else 0.0,
         generate_s=sum(_number(row, "busy/generate") * _number(row, "time/step") for row in steady) / len(steady),
         train_s=sum(_number(row, "busy/train") * _number(row, "time/step") for row in steady) / len(steady),
     )
+
+
+def steady_of(rows: Sequence[Mapping[str, Any]], lookahead: int) -> Sequence[Mapping[str, Any]]:
+    """The rows of metrics.jsonl that are of the steady state."""
+    return rows[len(rows) // 5 : max(len(rows) // 5 + 1, len(rows) - lookahead)]
+
+
+def _median(values: Iterable[float]) -> float:
+    return median(found) if (found := list(values)) else 0.0
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:

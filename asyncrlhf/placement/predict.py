@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncrlhf.config.bounds import Count, Positive, PositiveAmount, Table
@@ -110,9 +110,10 @@ def as_text(run: MeasuredRun, found: Sequence[Prediction]) -> str:
         f"measured in {run.directory}, {run.steps} train steps: {run.step_s:.3f} s each; an engine generates "
         f"{run.generate_s:.3f} s of it, training takes {run.train_s:.3f} s",
         f"  decode step {base * 1e3:.3f} ms + {slope * 1e3:.4f} ms per answer"
-        + ("" if run.separable else " (this run cannot tell the two apart: other batch sizes are a guess)")
-        + f"; training {run.train_token_s * 1e6:.1f} us per token; publish {run.publish_s * 1e3:.1f} ms; "
-        f"a lease lasts {run.lease_s:.3f} s",
+        + ("" if run.separable else " (this run cannot tell the two apart: their ratio is the usual one)")
+        + f"; training {run.train_token_s * 1e6:.1f} us per token; publish {run.publish_s * 1e3:.1f} ms, "
+        f"{run.export_s * 1e3:.1f} of them in the trainer; a lease lasts {run.lease_s:.3f} s",
+        f"  turns on shared devices {_turns(run)}",
         f"  overlap can gain {run.bound:.2f} x at most",
         "",
         f"{'setting':<24} {'K/D':>5} {'devices':>7} {'step s':>8} {'tokens/s':>9} {'lag':>7} {'over age':>9} "
@@ -134,10 +135,19 @@ def as_text(run: MeasuredRun, found: Sequence[Prediction]) -> str:
     return "\n".join(lines)
 
 
+def _turns(run: MeasuredRun) -> str:
+    turning = run.turning
+    to_train = (turning.to_train + turning.cold_train) * 1e3
+    to_generate = (turning.to_generate + turning.cold_generate) * 1e3
+    seen = "as measured" if run.shared else "by formula (CPUs; a run that takes turns measures them)"
+    return f"{to_train:.1f} ms before training, {to_generate:.1f} ms before generation, {seen}"
+
+
 def as_json(run: MeasuredRun, found: Sequence[Prediction]) -> dict[str, Any]:
     return {
         "measured": {
             "step_s": run.step_s,
+            "median_step_s": run.median_s,
             "generate_s": run.generate_s,
             "train_s": run.train_s,
             "lease_s": run.lease_s,
@@ -145,6 +155,8 @@ def as_json(run: MeasuredRun, found: Sequence[Prediction]) -> dict[str, Any]:
             "decode_separable": run.separable,
             "train_token_s": run.train_token_s,
             "publish_s": run.publish_s,
+            "export_s": run.export_s,
+            "turns": asdict(run.turning) | {"measured": run.shared},
             "speedup_bound": run.bound,
         },
         "predictions": [
@@ -154,6 +166,7 @@ def as_json(run: MeasuredRun, found: Sequence[Prediction]) -> dict[str, Any]:
                 "lookahead": each.lookahead,
                 "devices": each.devices,
                 "step_s": each.result.step,
+                "median_step_s": each.result.median,
                 "trained_tokens_s": each.result.tokens_s,
                 "token_lag_mean": each.result.lag_mean,
                 "token_lag_max": each.result.lag_max,

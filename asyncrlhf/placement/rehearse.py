@@ -53,8 +53,9 @@ def pipeline_of(problem: Problem, candidate: Candidate, seed: int = 0) -> Pipeli
     held = work.samples if cache is None else int(cache / (per_token * work.mean_length))
     prefill = work.prompt_tokens * spec.forward_flops(work.prompt_tokens) / layout.model
     answers = prompts * work.answers_per_prompt
-    beside = rollout.prepare * engines / answers if rollout is not trainer else 0.0
-    train = max(part.train for part in candidate.sets) + trainer.prepare + trainer.switch
+    shared = rollout is trainer
+    beside = 0.0 if shared else rollout.prepare * engines / answers
+    train = max(part.train for part in candidate.sets) + trainer.prepare + (0.0 if shared else trainer.switch)
     mean = work.mean_length * answers
 
     def seconds(random: Random, tokens: int) -> float:
@@ -82,9 +83,13 @@ def pipeline_of(problem: Problem, candidate: Candidate, seed: int = 0) -> Pipeli
         reward=reward,
         score=[part.prepare / prompts for part in candidate.sets if part.prepare and part not in (rollout, trainer)],
         train=seconds,
-        publish=exposed,
+        publish=exposed if shared else candidate.sync.seconds,
+        export=exposed,
         load=exposed,
+        overlap=work.ahead > 0,
         mode=work.publish,
-        shared=rollout is trainer,
+        shared=shared,
+        to_train=trainer.switch / 2,
+        to_generate=trainer.switch / 2,
         seed=seed,
     )

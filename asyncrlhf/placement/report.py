@@ -48,6 +48,19 @@ def _given(outcome: Outcome) -> Iterator[str]:
     )
     how = "exhaustive" if outcome.exhaustive else "a coarse grid, then refined"
     yield f"compared   {outcome.examined:,} placements after pruning ({how})"
+    yield f"seconds    {_origin(problem)}"
+
+
+def _origin(problem: Problem) -> str:
+    """Where the seconds come from, and how to have better ones."""
+    timed = [name for name in problem.models if name in problem.fit.measured]
+    timed += ["rollout"] if "rollout" in problem.fit.measured else []
+    known = f"timed: {', '.join(timed)}; the rest is estimated" if timed else "all estimated"
+    return (
+        f"{known} by formula (data-sheet numbers, assumed efficiencies), to compare placements, not as a promise. To "
+        "calibrate, run some 20 train steps, and give stage times as [calibration.measured], or have plan --calibrate "
+        "RUN_DIR predict other settings of that run"
+    )
 
 
 def _found(outcome: Outcome, explain: bool) -> Iterator[str]:

@@ -2,56 +2,25 @@
 
 Engines decode, rewards take their time, batches are read and trained, weights are published: durations are given, and
 everything that decides (who may generate, what may be trained, what is masked or dropped) is `flow.ledger`. One clock,
-no threads. Generation waits for admission, the trainer for a pop, the publish for the engines' commit.
+no threads. Generation waits for admission, the trainer for a pop and for the engines that share its devices to leave
+them, the publish for the engines' commit, the next publish for the one before.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
-from statistics import fmean
-from typing import Literal
+from statistics import fmean, median
 
-from asyncrlhf.flow.ledger import Batch, Lease, Ledger, LedgerRules
+from asyncrlhf.flow.ledger import Batch, Lease, Ledger
+from asyncrlhf.placement.pipeline import Pipeline as Pipeline
+from asyncrlhf.placement.pipeline import Simulated as Simulated
 
 __all__ = ("Pipeline", "Simulated", "Simulation", "simulate")
-
-Draw = Callable[[Random], float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """What happens, in seconds. Example: one engine that takes 1 s for every answer, and a trainer that takes 1 s:
-    Pipeline(rules=..., engines=1, slots=1, length=lambda r: 1, decode=lambda active: 1.0, train=lambda r, n: 1.0)."""
-
-    rules: LedgerRules
-    engines: int = 1
-    slots: int = 256
-    """Answers that one engine decodes at once."""
-    length: Draw
-    """Tokens of an answer; rounded, at least 1."""
-    decode: Callable[[int], float]
-    """Of one token for each of so many active answers."""
-    prefill: float = 0.0
-    """Of taking up one answer, added to its engine's time."""
-    reward: Draw = lambda random: 0.0
-    """Latency of scoring a rollout; all at once."""
-    score: Sequence[float] = ()
-    """Models that read a rollout on devices of their own, one rollout after the other: seconds each takes for one."""
-    train: Callable[[Random, int], float]
-    """Of a train step on a batch of so many tokens, whatever has to be read first on the same devices included."""
-    publish: float = 0.0
-    """From the end of a train step to weights in place; the trainer waits for it."""
-    load: float = 0.0
-    """Of it, what an engine stands still for."""
-    mode: Literal["in_flight", "drain"] = "in_flight"
-    shared: bool = False
-    """Generation and training take turns on the same devices: engines stand still from the pop to the commit, or to the
-    end of a train step that publishes nothing."""
-    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -77,40 +46,6 @@ class _Engine:
     draining: bool = False
     stamp: int = 0
     busy: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """Steady state: the train steps without their first fifth. Shares are of elapsed time, lags in versions."""
-
-    step: float
-    """Seconds of a train step."""
-    steps: int
-    tokens_s: float
-    """Trained tokens per second."""
-    masked: float
-    """Share of popped tokens."""
-    dropped: float
-    """Share of generated tokens."""
-    lag_mean: float
-    """Of trained tokens."""
-    lag_max: int
-    head_lag_mean: float
-    """Of rollouts, from the version of their oldest token."""
-    head_lag_max: int
-    lease: float
-    """Mean seconds from grant to ready."""
-    generate: float
-    """Busy share of the engines."""
-    train: float
-    wait: float
-    """Share that the trainer waits for a batch."""
-    reason: str
-
-    @property
-    def bound(self) -> float:
-        """(g + r) / max(g, r) with the busy seconds of both pools: what overlap can gain at most."""
-        return (self.generate + self.train) / max(self.generate, self.train, 1e-12)
 
 
 def simulate(pipeline: Pipeline, steps: int, *, check: bool = False) -> Simulated:
@@ -141,7 +76,13 @@ class Simulation:
         self._lags: Counter[int] = Counter()
         self._head_lags: Counter[int] = Counter()
         self._masked = 0
+        self._open = False  # a train step goes on, or what ends it
         self._publishing = False
+        self._next_waits = False  # another publish waits for that one
+        self._version = 0  # that is published
+        self._exported = 0.0  # when the trainer's engines have exported it
+        self._trainers_turn = False
+        self._coming = -1.0  # when engines that have been asked back are there
 
     def run(self) -> Simulated:
         """Raises RuntimeError if everything waits: the pipeline's rules deadlock."""
@@ -176,11 +117,14 @@ class Simulation:
                     length = max(1, round(self.pipeline.length(self._random)))
                     self._waiting.append(_Answer(lease, number, length))
             moved |= self._place()
-            if self.ledger.training is None and not self._publishing and (batch := self.ledger.pop()) is not None:
+            if not self._open and (batch := self.ledger.pop()) is not None:
                 moved = True
                 self._train(batch)
             for lost in self.ledger.take_lost():
                 self._forget(lost)
+        if self._trainers_turn and not self._open and self._coming < self.clock:
+            self._coming = self.clock + self.pipeline.to_generate
+            self._after(self.pipeline.to_generate, self._come_back)
 
     # ---- generation
 
@@ -284,20 +228,40 @@ class Simulation:
         if self._wait_since is not None:
             self._waited += self.clock - self._wait_since
             self._wait_since = None
+        self._open = True
+        begin = max(self.clock, self._exported)
         if self.pipeline.shared:
             self._stand_still(True)
+            if not self._trainers_turn or self._coming > self.clock:
+                begin = max(begin, self._coming) + self.pipeline.to_train
+            self._trainers_turn = True
         seconds = self.pipeline.train(self._random, tokens)
         self._train_busy += seconds
-        self._after(seconds, self._trained)
+        self._after(begin - self.clock + seconds, self._trained)
+
+    def _come_back(self) -> None:
+        """The trainer waits for a batch, and nothing is published: the engines have the devices, unless it has come."""
+        if not self._open:
+            self._trainers_turn = False
+            self._stand_still(False)
 
     def _trained(self) -> None:
         self.ledger.applied()
         if not self.ledger.due():
-            self._stand_still(False)
             self._step_ended()
-            return
-        self._publishing = True
-        self._after(max(0.0, self.pipeline.publish - self.pipeline.load), self._transferred)
+        elif self._publishing:
+            self._next_waits = True
+        else:
+            self._publish()
+
+    def _publish(self) -> None:
+        pipeline = self.pipeline
+        self._publishing, self._next_waits, self._version = True, False, self.ledger.version
+        switch = pipeline.to_generate if pipeline.shared else 0.0
+        self._after(max(0.0, pipeline.publish - pipeline.load) + switch, self._transferred)
+        if pipeline.overlap and not pipeline.shared:
+            self._exported = self.clock + pipeline.export
+            self._step_ended()
 
     def _transferred(self) -> None:
         """Weights are beside the engines: they swap at a token boundary, or once they have run empty."""
@@ -321,7 +285,7 @@ class Simulation:
         self._after(self.pipeline.load, self._committed)
 
     def _committed(self) -> None:
-        version = self.ledger.version
+        version = self._version
         for engine in self._engines:
             self._advance(engine)
             for end, _, answer in engine.ending:
@@ -331,11 +295,15 @@ class Simulation:
                 answer.version = version
             engine.version = version
         self.ledger.publish(version)
-        self._publishing = False
+        self._publishing = self._trainers_turn = False
         self._stand_still(False)
-        self._step_ended()
+        if self._next_waits:
+            self._publish()
+        elif self._open and not (self.pipeline.overlap and not self.pipeline.shared):
+            self._step_ended()
 
     def _step_ended(self) -> None:
+        self._open = False
         account = self.ledger.account().tokens
         self._ends.append(self.clock)
         for engine in self._engines:
@@ -354,6 +322,7 @@ class Simulation:
         account = self.ledger.account().tokens
         return Simulated(
             step=elapsed / max(1, count - skipped),
+            median=median([b - a for a, b in pairwise(self._ends[skipped - 1 :])] or [elapsed]),
             steps=count,
             tokens_s=(last[1] - first[1]) / elapsed,
             masked=self._masked / max(1, popped),

@@ -1,12 +1,17 @@
 """The simulator against reality: calibrated on one run, how far off is it at other settings?
 
-    python -m tests.benchmarks.predict [--workload late|common|tails] [--steps 60] [--settings K=0 alternating ...]
+    python -m tests.benchmarks.predict [--workload common|late|tails] [--rounds N] [--steps N] [--settings K=0 ...]
 
-The calibration run has K = D = 1 and 16 prompts x 8 answers: of up to 64 tokens (an untrained model ends them anywhere)
-and rewards that take 0.1 s in the median (log-normal, sigma 1, all concurrent) in `late`, at once in `common`; of up to
-256 (log-normal, median 24, sigma 1) and 0.3 s in `tails`. Every setting is then run and predicted; `alternating` is
-K = 0 with two rollout engines and two ranks that take turns on the cores that one of each had. Run it on an idle
-machine: the error includes what other processes do to the measurement.
+The calibration run is "K=1": K = D = 1, pools of their own (strategy "async"), 16 prompts x 8 answers: of up to 64
+tokens (an untrained model ends them anywhere) and rewards that come at once in `common`, and take 0.1 s in the median
+(log-normal, sigma 1, all concurrent) in `late`; of up to 256 tokens (log-normal, median 24, sigma 1) and 0.3 s in
+`tails`. Every setting is then run and predicted from that one run; settings are interleaved, `rounds` times, each round
+with a calibration of its own, and the table has medians over rounds of the median steady step. `alternating` is K = 0
+with two rollout engines and two ranks that take turns on the cores that one of each had, `colocate` K = 0 with one of
+each on one core. Two pairs are ranked as measured if the slower one is so by more than 5 %, else they are called even.
+
+An invocation takes three to six minutes on two idle cores. Run it on an idle machine: the errors include what other
+processes do to the measurement. `--runs DIR` keeps the run directories, and measures only what is not there.
 """
 
 from __future__ import annotations
@@ -18,8 +23,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from random import Random
+from statistics import median
+
+import msgspec
 
 from asyncrlhf.placement.measured import MeasuredRun, read_run
 from asyncrlhf.placement.predict import predictions
@@ -56,8 +66,23 @@ trace = false
 """
 
 
-MEDIAN = {"late": 0.1, "common": 0.0, "tails": 0.3}
+BASE = "K=1"
+"""Of which everything is predicted."""
+TURNS = ("alternating", "colocate")
+MEDIAN = {"common": 0.0, "late": 0.1, "tails": 0.3}
 """Seconds of a reward, by workload."""
+SETTINGS = {
+    "common": ["K=0", "K=4", "batch=8", "batch=32", "replicas=2", "alternating", "colocate"],
+    "late": ["K=0", "K=4", "batch=8", "rewards=4", "alternating", "colocate"],
+    "tails": ["K=0", "K=4", "K=8", "batch=8", "rewards=0.5", "alternating"],
+}
+ROUNDS = {"common": 2, "late": 2, "tails": 1}
+STEPS = {"common": 24, "late": 24, "tails": 30}
+STRATEGIES = {"K=0": "synchronous", "K=1": "async K=1", "K=4": "async K=4", "K=8": "async K=8"}
+"""Settings that are ranked, besides those that take turns."""
+EVEN = 0.05
+SIMULATED = 200
+"""Train steps."""
 
 
 async def late(prompt: str, response: str, ground_truth: str) -> float:
@@ -68,22 +93,27 @@ async def late(prompt: str, response: str, ground_truth: str) -> float:
     return sum(response.count(vowel) for vowel in "aeiou") / max(1, len(response))
 
 
-def run(workload: str, setting: str, steps: int) -> MeasuredRun:
-    """One run, e.g. of "K=4", "batch=8" or "alternating"."""
+def run(workload: str, setting: str, steps: int, directory: Path) -> MeasuredRun:
+    """One run, e.g. of "K=4", "batch=8" or "alternating", in a directory; the one that is there, if there is one."""
+    if (directory / "run" / "summary.json").exists():
+        return read_run(directory / "run")
     key, _, value = setting.partition("=")
-    staleness = int(value) if key == "K" else int(key != "alternating")
+    staleness = int(value) if key == "K" else int(key not in TURNS)
+    if workload == "tails" and not staleness:
+        steps = steps // 2  # of several seconds
     words = [f"train_steps={steps}", f"max_staleness={staleness}", f"lookahead={(staleness + 1) // 2}"]
     words += ["off_policy=decoupled", f"prompts_per_step={value if key == 'batch' else 16}"]
     words += [f"groups.rollout.replicas={value}"] if key == "replicas" else []
-    words += ["placement.strategy=alternating", "groups.policy.data_parallel=2"] if key == "alternating" else []
+    words += [f"placement.strategy={key}"] if key in TURNS else []
+    words += ["groups.policy.data_parallel=2"] if key == "alternating" else []
     words += ["groups.rollout.max_tokens=256", "groups.rollout.max_sequence_tokens=272"] if workload == "tails" else []
-    median = MEDIAN[workload] * (float(value) if key == "rewards" else 1.0)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "REWARD_MEDIAN": str(median)}
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "run.toml").write_text(CONFIG)
-        command = [sys.executable, "-m", "tests.benchmarks.predict", "--workload", workload, "--child", *words]
-        subprocess.run(command, cwd=directory, env=environment, check=True)
-        return read_run(Path(directory) / "run")
+    seconds = MEDIAN[workload] * (float(value) if key == "rewards" else 1.0)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "REWARD_MEDIAN": str(seconds)}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "run.toml").write_text(CONFIG)
+    command = [sys.executable, "-m", "tests.benchmarks.predict", "--workload", workload, "--child", *words]
+    subprocess.run(command, cwd=directory, env=environment, check=True)
+    return read_run(directory / "run")
 
 
 def child(workload: str, words: list[str]) -> int:
@@ -99,31 +129,73 @@ def child(workload: str, words: list[str]) -> int:
 
 def changes(setting: str) -> dict[str, int | float | str]:
     """The setting as a prediction's table."""
-    if setting == "alternating":
+    if setting in TURNS:
         return {"strategy": setting, "max_staleness": 0}
     key, _, value = setting.partition("=")
     names = {"K": "max_staleness", "batch": "prompts_per_step", "rewards": "reward_scale", "replicas": "replicas"}
     return {names[key]: float(value) if key == "rewards" else int(value)}
 
 
+def recorded(base: MeasuredRun, measured: dict[str, float]) -> bytes:
+    """JSON that a test can predict from; rounded, without where it was."""
+    run = {**asdict(base), "directory": "", "rewards_s": [round(x, 4) for x in base.rewards_s]}
+    del run["turning"]
+    return msgspec.json.format(msgspec.json.encode({"run": run, "measured_median_s": measured}), indent=0)
+
+
+def ranking(measured: dict[str, float], predicted: dict[str, float]) -> list[str]:
+    """Lines: both orders, and the pairs that the prediction has the other way round."""
+    names = {setting: STRATEGIES.get(setting, setting) for setting in measured if setting in (*STRATEGIES, *TURNS)}
+    lines = [
+        f"{what:<10} {' < '.join(names[s] for s in sorted(names, key=of.__getitem__))}"
+        for what, of in (("measured", measured), ("predicted", predicted))
+    ]
+    for one, two in combinations(sorted(names, key=measured.__getitem__), 2):
+        if predicted[one] > predicted[two]:
+            apart = measured[two] / measured[one] - 1
+            how = "even" if apart < EVEN else "ranked wrongly"
+            lines.append(f"{how}: {names[one]} before {names[two]}, measured {apart:.1%} apart")
+    return lines
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", choices=MEDIAN, default="late")
-    parser.add_argument("--steps", type=int, default=60)
-    default = ["K=0", "K=4", "batch=8", "batch=32", "rewards=4", "replicas=2", "alternating"]
-    parser.add_argument("--settings", nargs="+", default=default)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=MEDIAN, default="common")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--settings", nargs="+")
+    parser.add_argument("--runs", type=Path)
+    parser.add_argument("--record", type=Path, help="write the first calibration and what was measured, for tests")
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
+    workload = arguments.workload
     if arguments.child:
-        sys.exit(child(arguments.workload, arguments.child))
-    base = run(arguments.workload, "K=1", arguments.steps)
-    print(f"calibrated: {base.step_s:.3f} s a step, decode {base.decode}, separable {base.separable}")
-    print("setting      measured s  predicted s   error")
-    for setting in ("K=1", *arguments.settings):
-        measured = base if setting == "K=1" else run(arguments.workload, setting, arguments.steps)
-        predicted = predictions(base, changes(setting))[1].result.step
-        error = predicted / measured.step_s - 1
-        print(f"{setting:<12} {measured.step_s:>10.3f} {predicted:>12.3f} {error:>+7.1%}", flush=True)
+        sys.exit(child(workload, arguments.child))
+    settings = [BASE, *(arguments.settings or SETTINGS[workload])]
+    measured: dict[str, list[float]] = {setting: [] for setting in settings}
+    predicted: dict[str, list[float]] = {setting: [] for setting in settings}
+    means: dict[str, list[float]] = {setting: [] for setting in settings}
+    with tempfile.TemporaryDirectory() as temporary:
+        for number in range(arguments.rounds or ROUNDS[workload]):
+            where = (arguments.runs or Path(temporary)) / str(number)
+            base = run(workload, BASE, arguments.steps or STEPS[workload], where / BASE)
+            for setting in settings:
+                found = run(workload, setting, arguments.steps or STEPS[workload], where / setting)
+                result = predictions(base, {**changes(setting), "steps": SIMULATED})[1].result
+                measured[setting].append(found.median_s)
+                predicted[setting].append(result.median)
+                means[setting].append(result.step / found.step_s - 1)
+            if number == 0 and arguments.record is not None:
+                arguments.record.write_bytes(recorded(base, {s: x[0] for s, x in measured.items()}))
+    print(f"{workload:<12} measured s  predicted s   error   of the mean   rounds")
+    for setting in settings:
+        seen, said = median(measured[setting]), median(predicted[setting])
+        rounds = " ".join(f"{b / a - 1:+.1%}" for a, b in zip(measured[setting], predicted[setting], strict=True))
+        print(
+            f"{setting:<12} {seen:>10.3f} {said:>12.3f} {said / seen - 1:>+7.1%} {median(means[setting]):>+13.1%}   "
+            f"{rounds}{'   calibrated here' if setting == BASE else ''}"
+        )
+    print("\n".join(ranking(*({s: median(x) for s, x in of.items()} for of in (measured, predicted)))))
 
 
 if __name__ == "__main__":

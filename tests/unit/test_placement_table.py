@@ -315,7 +315,8 @@ def test_check_prints_the_sets_and_what_the_planner_said(monkeypatch: pytest.Mon
     Path("judge/config.json").write_text(shape)
     text = launch.check(load("ppo.toml", ["placement.strategy=auto", "placement.node=H100", "placement.devices=8"]))
     assert "  auto                   " in text
-    assert "per train step, as planned" in text
+    assert "an estimate that nothing was measured for" in text
+    assert "plan --calibrate RUN_DIR" in text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     stage = placed("placement.strategy=auto", "placement.devices=2")
     assert stage.arrangement is not None

@@ -24,26 +24,32 @@ from asyncrlhf.observe.events import (
     Sampled,
     Scored,
     StepEnded,
+    TurnTaken,
 )
 from asyncrlhf.placement.advice import warnings
 from asyncrlhf.placement.earlier import facts_before
-from asyncrlhf.placement.measured import MeasuredRun, read_run
+from asyncrlhf.placement.measured import MeasuredRun, read_run, steady_of
 from asyncrlhf.placement.predict import as_text, facts_of, predictions
 from asyncrlhf.placement.simulate import simulate
+from asyncrlhf.placement.turning import usual_turning
 from asyncrlhf.placement.workload import Workload
 
 BASE, SLOPE, TRAIN, REWARD, PUBLISH = 0.010, 0.002, 1e-3, 0.2, 0.05
 """Seconds of a decode step and of each sequence in it, of training a token, of a reward, of a publish."""
+EXPORT, LOAD = 0.02, 0.01
+"""Of a publish."""
 PROMPTS, STEPS = 4, 30
 
 
-def write_run(directory: Path) -> float:
-    """A synchronous run, as it would be logged, of an engine and a trainer that cost exactly the above; its step."""
+def write_run(directory: Path, to_train: float = 0.0, to_generate: float = 0.0, critic: bool = False) -> float:
+    """A synchronous run, as it would be logged, of an engine and a trainer that cost exactly the above; its step. With
+    seconds to change turns, if any."""
     now = 0.0
     log = EventLog(directory, clock=lambda: now)
     metrics = Metrics(directory)
     log.subscribe(metrics)
     groups = {name: GroupShape(role, 1) for name, role in (("rollout", "rollout"), ("policy", "policy"))}
+    groups |= {"critic": GroupShape("critic", 1)} if critic else {}
     random, lengths_of = Random(1), [10, 20, 40, 80]
     log.emit(
         RunStarted(
@@ -104,6 +110,9 @@ def write_run(directory: Path) -> float:
                 masked_by_length=(0,) * 10,
             )
         )
+        if to_train:
+            now += to_train
+            log.emit(TurnTaken(devices="shared", group="policy", seconds=to_train))
         start, seconds = now, TRAIN * sum(lengths)
         now += seconds
         log.emit(EngineBusy(group="policy", rank=0, start=start, end=now, work="step", token_count=sum(lengths)))
@@ -118,8 +127,13 @@ def write_run(directory: Path) -> float:
                 seconds=seconds,
             )
         )
-        now += PUBLISH
-        log.emit(Published(version=step + 1, changed=True, byte_count=1, seconds=PUBLISH, exposed=PUBLISH, fenced=()))
+        publish = PUBLISH + to_generate
+        for group, begin, work, took in (("policy", now, "export", EXPORT), ("rollout", now + EXPORT, "prepare", LOAD)):
+            log.emit(EngineBusy(group=group, rank=0, start=begin, end=begin + took, work=work, token_count=0))
+        now += publish
+        if to_generate:
+            log.emit(TurnTaken(devices="shared", group="rollout", seconds=to_generate))
+        log.emit(Published(version=step + 1, changed=True, byte_count=1, seconds=publish, exposed=publish, fenced=()))
         tokens += sum(lengths)
         log.emit(
             StepEnded(
@@ -151,6 +165,7 @@ def test_what_the_engines_cost_is_found_again(run: MeasuredRun) -> None:
     assert run.decode == pytest.approx((BASE, SLOPE), rel=0.15)
     assert run.train_token_s == pytest.approx(TRAIN, rel=1e-6)
     assert run.publish_s == pytest.approx(PUBLISH, rel=1e-6)
+    assert (run.export_s, run.load_s) == (pytest.approx(EXPORT, rel=1e-6), pytest.approx(LOAD, rel=1e-6))
     assert set(run.rewards_s) == {REWARD}
     assert set(run.lengths) == {10, 20, 40, 80}
     assert (run.prompts_per_step, run.engines, run.trainers, run.steps) == (PROMPTS, 1, 1, 24)
@@ -203,6 +218,7 @@ def small_machine(**changes: object) -> MeasuredRun:
         "trainers": 1,
         "steps": 100,
         "step_s": 0.57,
+        "median_s": 0.57,
         "lengths": (64,) * 128,
         "rewards_s": (0.0,),
         "score_s": (),
@@ -210,6 +226,10 @@ def small_machine(**changes: object) -> MeasuredRun:
         "separable": True,
         "train_token_s": 0.56 / (128 * 64),
         "publish_s": 0.005,
+        "export_s": 0.002,
+        "load_s": 0.003,
+        "overlap": True,
+        "turning": usual_turning(2.4e6),
         "lease_s": 0.3,
         "generate_s": 0.28,
         "train_s": 0.56,
@@ -307,3 +327,43 @@ def test_a_run_on_shared_devices_is_replayed_on_them(tmp_path: Path) -> None:
     assert not any("alternating" in each.name for each in predictions(together, {}))
     with pytest.raises(ConfigError, match='strategy = "async" takes a run with pools of their own'):
         predictions(together, {"strategy": "async"})
+
+
+def test_what_turns_cost_is_read_from_a_run_that_took_them(tmp_path: Path) -> None:
+    step = write_run(tmp_path, to_train=0.3, to_generate=0.4)
+    (tmp_path / "config.toml").write_text('[placement]\nstrategy = "colocate"\n')
+    run = read_run(tmp_path)
+    assert (run.turning.to_train, run.turning.to_generate) == (0.3, 0.4)
+    assert run.publish_s == pytest.approx(PUBLISH, rel=1e-6)
+    assert run.train_token_s == pytest.approx(TRAIN, rel=1e-6)
+    assert simulate(run.pipeline(), 60).step == pytest.approx(step, rel=0.1)
+    assert "300.0 ms before training, 400.0 ms before generation, as measured" in as_text(run, predictions(run, {}))
+
+
+def test_publishes_go_on_beside_training_where_the_product_would_have_them(run: MeasuredRun) -> None:
+    """With a lookahead, no turns, and unless the configuration says no."""
+    ahead = run.rules(max_staleness=2, lookahead=1)
+    assert run.pipeline(ahead).overlap
+    assert not run.pipeline(run.rules()).overlap
+    assert not replace(run, overlap=False).pipeline(ahead).overlap
+    hidden = simulate(replace(run, publish_s=0.5).pipeline(ahead), 60).step
+    exposed = simulate(replace(run, publish_s=0.5, overlap=False).pipeline(ahead), 60).step
+    assert hidden < exposed
+
+
+def test_the_last_steps_of_a_run_that_looks_ahead_are_not_its_steady_state() -> None:
+    """Nothing is generated ahead for steps that will not come, so the last ones wait for the longest answers."""
+    rows = [{"train_step": step} for step in range(20)]
+    assert [row["train_step"] for row in steady_of(rows, 4)] == list(range(4, 16))
+    assert [row["train_step"] for row in steady_of(rows, 0)] == list(range(4, 20))
+    assert len(steady_of(rows, 30)) == 1
+
+
+def test_devices_are_counted_as_the_placement_counts_them(tmp_path: Path) -> None:
+    """A critic has the policy's devices with "async", and its own where nobody says."""
+    write_run(tmp_path, critic=True)
+    assert read_run(tmp_path).trainers == 2
+    (tmp_path / "config.toml").write_text('[placement]\nstrategy = "async"\n')
+    run = read_run(tmp_path)
+    assert run.trainers == 1
+    assert predictions(run, {"strategy": "alternating", "steps": 10})[1].devices == 2

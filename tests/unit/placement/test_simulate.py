@@ -168,8 +168,12 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
         train=lambda random, tokens: training,
         publish=draw(st.sampled_from([0.0, 0.1])),
         load=draw(st.sampled_from([0.0, 0.05])),
+        export=draw(st.sampled_from([0.0, 0.05])),
+        overlap=draw(st.booleans()),
         mode=draw(st.sampled_from(["in_flight", "drain"])),
         shared=draw(st.booleans()),
+        to_train=draw(st.sampled_from([0.0, 0.3])),
+        to_generate=draw(st.sampled_from([0.0, 0.5])),
         seed=draw(st.integers(0, 1000)),
     )
 
