@@ -23,6 +23,7 @@ import ray
 from asyncrlhf.abc import EngineSpec
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.messages import EngineEvent
+from asyncrlhf.runtimes.garbage import leave_alone
 from asyncrlhf.runtimes.loop import Command, Commands, EngineLoop, build, described
 from asyncrlhf.runtimes.lots import RayLot, Shelf
 from asyncrlhf.weights.whereabouts import address, settle
@@ -116,6 +117,7 @@ class EngineActor:
         engine = None
         try:
             engine = built = build(spec)
+            leave_alone()
             self._say(Said("ready"))
             EngineLoop(spec, built, self._commands, self).run()
         except BaseException as error:  # the boundary of the thread: everything becomes a message

@@ -23,6 +23,7 @@ from asyncrlhf.abc import Engine, EngineSpec
 from asyncrlhf.errors import AsyncRLHFError, GroupError
 from asyncrlhf.messages import EngineEvent
 from asyncrlhf.runtimes.frames import LENGTH, Header, Kind, decode, encode, header_length, read_header
+from asyncrlhf.runtimes.garbage import leave_alone
 from asyncrlhf.runtimes.loop import Call, Cancel, Commands, EngineLoop, build, described
 
 PR_SET_PDEATHSIG = 1
@@ -82,6 +83,7 @@ def main(descriptor: int, module: str) -> None:
     code = 0
     try:
         engine = build(spec)
+        leave_alone()
         channel.send("ready")
         EngineLoop(spec, engine, commands, channel).run()
     except BaseException as error:  # the boundary of the process: everything becomes a message
