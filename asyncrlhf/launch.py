@@ -27,6 +27,7 @@ from asyncrlhf.placement.arrange import set_lines
 from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.placement.fits import device_memory, memory_warnings
 from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_gpus, require_pools
+from asyncrlhf.runtimes.garbage import left_alone
 from asyncrlhf.session import Session
 from asyncrlhf.stages import Stage, prepare
 from asyncrlhf.weights.preview import plan_lines
@@ -147,7 +148,8 @@ def _session(
     try:
         runtime.expect(engines)
         models = Models.prepare(stage.config, stage.wiring, stage.directory.path, anew=anew)
-        return runner(Session(stage, models, signals, runtime, restarts, note).run(resumed))
+        with left_alone():  # while the engines start
+            return runner(Session(stage, models, signals, runtime, restarts, note).run(resumed))
     finally:
         runtime.kill()
 

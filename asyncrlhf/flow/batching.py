@@ -5,13 +5,13 @@ Nothing here waits: columns that are stored elsewhere stay there.
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from statistics import fmean, pstdev
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,37 +65,42 @@ def build_batch(popped: Popped, max_staleness: int) -> TrainBatch:
 
     Raises ValueError when an experience's column does not fit its samples.
     """
-    step, rows = popped.batch.step, rows_of(popped.experiences)
-    counts = tuple(tuple(s.token_count for s in sample.segments) for *_, sample in rows)
-    masks = tuple(
-        tuple(float(e.trainable and _written_by_model(x) and step - x.version <= max_staleness) for x in s.segments)
-        for _, e, _, s in rows
-    )
-    versions = tuple(tuple(-1 if s.source == "data" else s.version for s in sample.segments) for *_, sample in rows)
+    step, experiences = popped.batch.step, popped.experiences
+    samples = [sample for e in experiences for sample in e.rollout.samples]
+    prompts = [e.prompt.token_ids for e in experiences for _ in e.rollout.samples]
+    counts: list[tuple[int, ...]] = []
+    masks: list[tuple[float, ...]] = []
+    versions: list[tuple[int, ...]] = []
+    for experience in experiences:
+        oldest = step - max_staleness if experience.trainable else math.inf
+        for sample in experience.rollout.samples:
+            runs = sample.segments
+            counts.append(tuple([s.token_count for s in runs]))
+            masks.append(tuple([1.0 if s.version >= oldest and _written_by_model(s) else 0.0 for s in runs]))
+            versions.append(tuple([-1 if s.source == "data" else s.version for s in runs]))
     columns: dict[str, Column] = {
-        "token_ids": sequence_column([e.prompt.token_ids for _, e, _, _ in rows], [s.token_ids for *_, s in rows]),
-        "behaviour_logprobs": column_of("token", [s.logprobs for *_, s in rows]),
-        "versions": RunColumn("token", versions, counts, "int32"),
-        "mask": RunColumn("token", masks, counts),
+        "token_ids": sequence_column(prompts, [s.token_ids for s in samples]),
+        "behaviour_logprobs": column_of("token", [s.logprobs for s in samples]),
+        "versions": RunColumn("token", tuple(versions), tuple(counts), "int32"),
+        "mask": RunColumn("token", tuple(masks), tuple(counts)),
     }
-    for name, level in experience_columns(type(popped.experiences[0])).items():
-        values = [_values(e, name, level, i, s) for _, e, i, s in rows]
-        if all(value is None for value in values):
+    for name, level in experience_columns(type(experiences[0])).items():
+        missing = [e.prompt.uid for e in experiences if getattr(e, name) is None]
+        if len(missing) == len(experiences):
             continue
-        missing = next((e.prompt.uid for (_, e, _, _), v in zip(rows, values, strict=True) if v is None), None)
-        if missing is not None:
-            raise ValueError(f"column {name!r} is None for uid {missing} but filled for others of the same batch")
-        columns[name] = column_of(level, cast(list[Sequence[float]], values))
-    unmasked = tuple(sum(n for m, n in zip(*row, strict=True) if m) for row in zip(masks, counts, strict=True))
+        if missing:
+            raise ValueError(f"column {name!r} is None for uid {missing[0]} but filled for others of the same batch")
+        columns[name] = column_of(level, [row for e in experiences for row in _values(e, name, level)])
+    unmasked = tuple([sum([int(m) * n for m, n in zip(*row, strict=True)]) for row in zip(masks, counts, strict=True)])
     counted = sum(popped.batch.trained.values())
     if _from_policy(popped.experiences) and sum(unmasked) != counted:
         raise AssertionError(f"train step {step}: mask leaves {sum(unmasked)} tokens, the ledger counted {counted}")
     return TrainBatch(
         train_step=step,
-        prompt_lengths=tuple(len(e.prompt.token_ids) for _, e, _, _ in rows),
-        response_lengths=tuple(len(s.token_ids) for _, _, _, s in rows),
+        prompt_lengths=tuple(map(len, prompts)),
+        response_lengths=tuple([len(s.token_ids) for s in samples]),
         unmasked=unmasked,
-        rollouts=tuple(g for g, _, _, _ in rows),
+        rollouts=tuple([number for number, e in enumerate(experiences) for _ in e.rollout.samples]),
         columns=columns,
     )
 
@@ -156,20 +161,19 @@ def _from_policy(experiences: Sequence[Experience]) -> bool:
     return all(s.source == "model" for e in experiences for x in e.rollout.samples for s in x.segments)
 
 
-def _values(experience: Experience, name: str, level: Level, answer: int, sample: Sample) -> Any:
-    column = getattr(experience, name)
-    if column is None:
-        return None
-    if len(column) != len(experience.rollout.samples):
+def _values(experience: Experience, name: str, level: Level) -> Sequence[Sequence[float]]:
+    """A column of one experience, a row for each of its answers."""
+    column, samples = getattr(experience, name), experience.rollout.samples
+    if len(column) != len(samples):
         raise ValueError(
-            f"uid {experience.prompt.uid}: column {name!r} has {len(column)} entries for "
-            f"{len(experience.rollout.samples)} answers"
+            f"uid {experience.prompt.uid}: column {name!r} has {len(column)} entries for {len(samples)} answers"
         )
     if level == "sample":
-        return (column[answer],)
-    if len(column[answer]) != len(sample.token_ids):
-        raise ValueError(
-            f"uid {experience.prompt.uid}, answer {answer}: column {name!r} has {len(column[answer])} values for "
-            f"{len(sample.token_ids)} response tokens"
-        )
-    return column[answer]
+        return [(value,) for value in column]
+    for answer, (row, sample) in enumerate(zip(column, samples, strict=True)):
+        if len(row) != len(sample.token_ids):
+            raise ValueError(
+                f"uid {experience.prompt.uid}, answer {answer}: column {name!r} has {len(row)} values for "
+                f"{len(sample.token_ids)} response tokens"
+            )
+    return column

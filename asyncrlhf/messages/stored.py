@@ -6,9 +6,10 @@ behind it (lots) are a runtime's: its references count, and what nobody refers t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast, overload
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 
@@ -104,21 +105,30 @@ def _arrived(level: Level, places: Sequence[tuple[Stored | None, ...]], own: Seq
 
 def column_of(level: Level, rows: Sequence[Sequence[float] | Array], dtype: type[np.generic] = np.float32) -> Column:
     """One row each, of this type where they are not stored."""
-    if any(isinstance(row, Stored) for row in rows):
+    kinds = set(map(type, rows))
+    if any(issubclass(kind, Stored) for kind in kinds):
         return StoredColumn(level, tuple((_piece(row, dtype),) for row in rows))
-    return ArrayColumn(level, tuple(cast("Array", _piece(row, dtype)) for row in rows))
+    if kinds == {tuple}:
+        return ArrayColumn(level, _parts(itertools.chain.from_iterable(rows), list(map(len, rows)), dtype))
+    return ArrayColumn(level, tuple(np.asarray(row, dtype) for row in rows))
 
 
 def sequence_column(prompts: Sequence[tuple[int, ...]], responses: Sequence[Sequence[float]]) -> Column:
     """int32 token ids of prompt and response, one row each."""
-    if not any(isinstance(response, Stored) for response in responses):
-        rows = zip(prompts, responses, strict=True)
-        return ArrayColumn("sequence", tuple(np.array((*prompt, *response), np.int32) for prompt, response in rows))
-    pieces = [
-        (np.array(prompt, np.int32), _piece(response, np.int32))
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
+    pairs = list(zip(prompts, responses, strict=True))
+    if not any(issubclass(kind, Stored) for kind in set(map(type, responses))):
+        numbers = itertools.chain.from_iterable(itertools.chain.from_iterable(pairs))
+        lengths = [len(prompt) + len(response) for prompt, response in pairs]
+        return ArrayColumn("sequence", _parts(numbers, lengths, np.int32))
+    pieces = [(np.array(prompt, np.int32), _piece(response, np.int32)) for prompt, response in pairs]
     return StoredColumn("sequence", tuple(pieces))
+
+
+def _parts(numbers: Iterable[float], lengths: Sequence[int], dtype: type[np.generic]) -> tuple[Array, ...]:
+    """Arrays of these lengths, end to end in one: an array made for each row takes several times as long."""
+    whole = np.fromiter(numbers, dtype, sum(lengths))
+    ends = itertools.accumulate(lengths)
+    return tuple(whole[end - length : end] for length, end in zip(lengths, ends, strict=True))
 
 
 def _piece(row: Sequence[float] | Array, dtype: type[np.generic]) -> Array | Stored:

@@ -23,8 +23,10 @@ import ray
 from asyncrlhf.abc import EngineSpec
 from asyncrlhf.errors import AsyncRLHFError
 from asyncrlhf.messages import EngineEvent
+from asyncrlhf.runtimes.garbage import leave_alone
 from asyncrlhf.runtimes.loop import Command, Commands, EngineLoop, build, described
 from asyncrlhf.runtimes.lots import RayLot, Shelf
+from asyncrlhf.runtimes.parcel import Parcel, opened, packed
 from asyncrlhf.weights.whereabouts import address, settle
 
 __all__ = ("EngineActor", "Said")
@@ -77,9 +79,14 @@ class EngineActor:
         self._shelf = Shelf(inline_bytes)
         threading.Thread(target=self._main, args=(spec,), name=f"{spec.group}/{spec.rank}", daemon=True).start()
 
-    async def put(self, number: int, command: Command) -> None:
-        """Hand a command over. They are numbered, since Ray may deliver them in another order than they were sent."""
-        self._early[number] = command
+    async def put(self, number: int, commands: Sequence[Parcel]) -> None:
+        """Hand commands over. They are numbered, the first of these as given, since Ray may deliver them in another
+        order than they were sent."""
+        try:
+            self._early.update(enumerate(map(opened, commands), number))
+        except Exception as error:  # an argument that cannot be unpickled here, and a caller that would wait for ever
+            print(f"a message cannot be read: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
         while self._next in self._early:
             self._commands.put(self._early.pop(self._next))
             self._next += 1
@@ -92,30 +99,34 @@ class EngineActor:
         """End the engine; "ended" is heard when it is closed."""
         self._commands.put(None)
 
-    async def listen(self) -> list[Said]:
-        """Waits until the engine has said something; everything since the last call, in order."""
+    async def listen(self) -> Parcel:
+        """Waits until the engine has said something; every Said since the last call, in order."""
         await self._news.wait()
         self._news.clear()
         said, self._said = self._said, []
-        return said
+        return packed(said)
 
     # ---- in the engine's thread, as an Outbox --------------------------------------------------------------------
-    def result(self, key: Any, value: Any) -> None:
+    def result(self, key: Any, value: Any, events: Sequence[EngineEvent] = ()) -> None:
         stored, lots = self._shelf.result(value)
-        self._say(Said("result", stored, key, lots))
+        self._say(*([self._events(events)] if events else ()), Said("result", stored, key, lots))
 
     def error(self, key: Any, error: AsyncRLHFError) -> None:
         self._say(Said("error", error, key))
 
     def events(self, events: Sequence[EngineEvent]) -> None:
+        self._say(self._events(events))
+
+    def _events(self, events: Sequence[EngineEvent]) -> Said:
         stored, lots = self._shelf.events(events)
-        self._say(Said("events", stored, lots=lots))
+        return Said("events", stored, lots=lots)
 
     def _main(self, spec: EngineSpec) -> None:
         self._imported.join()
         engine = None
         try:
             engine = built = build(spec)
+            leave_alone()
             self._say(Said("ready"))
             EngineLoop(spec, built, self._commands, self).run()
         except BaseException as error:  # the boundary of the thread: everything becomes a message
@@ -128,11 +139,11 @@ class EngineActor:
                     print(f"{spec.group}/{spec.rank} could not be closed: {error!r}", file=sys.stderr, flush=True)
             self._say(Said("ended"))
 
-    def _say(self, said: Said) -> None:
+    def _say(self, *said: Said) -> None:
         self._loop.call_soon_threadsafe(self._hear, said)
 
-    def _hear(self, said: Said) -> None:
-        self._said.append(said)
+    def _hear(self, said: Sequence[Said]) -> None:
+        self._said += said
         self._news.set()
 
 

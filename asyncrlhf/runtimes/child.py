@@ -23,9 +23,12 @@ from asyncrlhf.abc import Engine, EngineSpec
 from asyncrlhf.errors import AsyncRLHFError, GroupError
 from asyncrlhf.messages import EngineEvent
 from asyncrlhf.runtimes.frames import LENGTH, Header, Kind, decode, encode, header_length, read_header
+from asyncrlhf.runtimes.garbage import leave_alone
 from asyncrlhf.runtimes.loop import Call, Cancel, Commands, EngineLoop, build, described
 
 PR_SET_PDEATHSIG = 1
+AT_ONCE = 1 << 17
+"""Bytes of frames that are joined, so that the parent wakes up once."""
 
 
 class Channel:
@@ -41,9 +44,12 @@ class Channel:
         return header, decode([self._read(size) for size in header.sizes])
 
     def send(self, kind: Kind, payload: Any = None, *, key: int = -1) -> None:
-        parts = encode(kind, payload, key=key)
+        self._write(encode(kind, payload, key=key))
+
+    def _write(self, parts: Sequence[bytes | memoryview]) -> None:
+        whole = [b"".join(parts)] if sum(map(len, parts)) <= AT_ONCE else parts
         with self._writing:
-            for part in parts:
+            for part in whole:
                 self._socket.sendall(part)
 
     def _read(self, count: int) -> bytearray:
@@ -57,8 +63,9 @@ class Channel:
         return data
 
     # ---- as an Outbox ------------------------------------------------------------------------------------------
-    def result(self, key: Any, value: Any) -> None:
-        self.send("result", value, key=key)
+    def result(self, key: Any, value: Any, events: Sequence[EngineEvent] = ()) -> None:
+        said = encode("events", list(events)) if events else []
+        self._write([*said, *encode("result", value, key=key)])
 
     def error(self, key: Any, error: AsyncRLHFError) -> None:
         self.send("error", error, key=key)
@@ -82,6 +89,7 @@ def main(descriptor: int, module: str) -> None:
     code = 0
     try:
         engine = build(spec)
+        leave_alone()
         channel.send("ready")
         EngineLoop(spec, engine, commands, channel).run()
     except BaseException as error:  # the boundary of the process: everything becomes a message

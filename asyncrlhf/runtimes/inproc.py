@@ -106,7 +106,9 @@ class ThreadEngine:
                 self._post(self._loop.call_exception_handler, context)
             self._post(_set, self._ended)
 
-    def result(self, key: Any, value: Any) -> None:
+    def result(self, key: Any, value: Any, events: Sequence[EngineEvent] = ()) -> None:
+        if events:
+            self._post(self.calls.events, events)
         self._post(self.calls.result, key, value)
 
     def error(self, key: Any, error: AsyncRLHFError) -> None:

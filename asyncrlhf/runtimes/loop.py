@@ -23,6 +23,8 @@ __all__ = ("Call", "Cancel", "Command", "Commands", "EngineLoop", "Outbox", "bui
 
 RETURNS_EVENTS = ("add", "commit", "sleep")
 """Verbs whose result is a list of events."""
+WORTH_SAYING = 0.1
+"""Seconds of decoding that are reported beside other events."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +51,9 @@ Commands = queue.SimpleQueue[Command | None]
 class Outbox(Protocol):
     """Where an engine's loop puts what it has to say. Everything arrives in the order it was put."""
 
-    def result(self, key: Any, value: Any) -> None: ...
+    def result(self, key: Any, value: Any, events: Sequence[EngineEvent] = ()) -> None:
+        """The answer to a call, behind these events, in one message: who waits for it is not kept by what it cost."""
+        ...
 
     def error(self, key: Any, error: AsyncRLHFError) -> None: ...
 
@@ -126,8 +130,7 @@ class EngineLoop:
         events: list[EngineEvent] = [Busy(start=started, end=time.perf_counter(), work=call.verb)]
         if call.verb in RETURNS_EVENTS:
             events, result = [*events, *result], None
-        self._flush_busy(events)
-        self._outbox.result(call.key, result)
+        self._outbox.result(call.key, result, [*self._take_busy(), *events])
 
     def _add_busy(self, start: float, end: float) -> None:
         """Decoding steps that follow each other within a millisecond are one slice."""
@@ -138,13 +141,17 @@ class EngineLoop:
             self._busy = (start, end, 1)
 
     def _flush_busy(self, events: Sequence[EngineEvent] = ()) -> None:
-        out: list[EngineEvent] = []
-        if self._busy is not None and (not events or self._busy[1] - self._busy[0] > 0.1):
-            out.append(Busy(start=self._busy[0], end=self._busy[1], work="generate"))
-            self._busy = None
-        out += events
+        out = [*self._take_busy(WORTH_SAYING if events else 0.0), *events]
         if out:
             self._outbox.events(out)
+
+    def _take_busy(self, at_least: float = 0.0) -> list[EngineEvent]:
+        """The slice that is being added to, if it is of so many seconds."""
+        if self._busy is None or self._busy[1] - self._busy[0] < at_least:
+            return []
+        start, end, _ = self._busy
+        self._busy = None
+        return [Busy(start=start, end=end, work="generate")]
 
 
 async def _serve(spec: EngineSpec, engine: RewardEngine, commands: Commands, outbox: Outbox) -> None:

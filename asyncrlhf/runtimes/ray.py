@@ -28,6 +28,7 @@ from asyncrlhf.runtimes.handle import Calls, started, unsendable
 from asyncrlhf.runtimes.logs import last_lines
 from asyncrlhf.runtimes.loop import Call, Cancel, Command
 from asyncrlhf.runtimes.lots import claim
+from asyncrlhf.runtimes.parcel import Parcel, opened, packed
 from asyncrlhf.runtimes.reserve import Reservation
 
 __all__ = ("ActorEngine", "RayRuntime")
@@ -161,6 +162,7 @@ class ActorEngine:
         self._listener: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._pid = self._sent = 0
+        self._together: list[Parcel] | None = None
         self.address = ""
 
     async def start(self) -> None:
@@ -186,8 +188,23 @@ class ActorEngine:
             raise
 
     def _put(self, command: Command) -> None:
-        self.actor.put.remote(self._sent, command)
+        """Send a command at once, and those that follow before the event loop goes round as one message. Raises
+        whatever the pickling of a user's object raises."""
+        parcel = packed(command)
+        if self._together is not None and isinstance(parcel, bytes):
+            self._together.append(parcel)
+            return
+        self._send_rest()
+        self.actor.put.remote(self._sent, [parcel])
         self._sent += 1
+        self._together = []
+        self._loop.call_soon(self._send_rest)
+
+    def _send_rest(self) -> None:
+        parcels, self._together = self._together, None
+        if parcels:
+            self.actor.put.remote(self._sent, parcels)
+            self._sent += len(parcels)
 
     async def close(self, *, at_once: bool = False) -> None:
         if self.calls.close():
@@ -204,7 +221,7 @@ class ActorEngine:
         """Consumes what the engine says until it ends; fails every call then."""
         try:
             while True:
-                for said in await self.actor.listen.remote():
+                for said in opened(await self.actor.listen.remote()):
                     claim(self.actor, said.lots)
                     self._loop.call_soon(self._hear, said)  # where an error ends the run
                     if said.kind == "ended":

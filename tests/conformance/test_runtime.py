@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from asyncrlhf.abc import EngineSpec
+from asyncrlhf.abc import EngineSpec, Runtime
 from asyncrlhf.messages import Message
 from asyncrlhf.runtimes.inproc import InprocRuntime
 from asyncrlhf.runtimes.local import LocalRuntime
 from asyncrlhf.testing import FakeRuntime, Fault, Timing, run_virtual
 from asyncrlhf.testing.conformance import RUNTIME
 from asyncrlhf.testing.conformance.engines import LATCH, Plain, PlainOptions
+
+ENGINE = "asyncrlhf.testing.conformance.engines:Plain"
 
 checks = pytest.mark.parametrize("check", RUNTIME, ids=lambda check: check.__name__)
 
@@ -43,6 +45,25 @@ def test_ray(check: Any, tmp_path: Path, ray_here: None) -> None:
     from asyncrlhf.runtimes.ray import RayRuntime
 
     asyncio.run(check(RayRuntime(tmp_path / "logs", address="auto", grace=2.0), tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_the_garbage_collector_of_a_process_leaves_its_engine_alone(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async def main(runtime: Runtime) -> None:
+        spec = EngineSpec(group="plain", rank=0, engine=ENGINE, options=PlainOptions())
+        handle = await runtime.spawn(spec, lambda events: None)
+        assert not await handle.call("is_garbage_collectable")
+        await runtime.close()
+
+    if kind == "local":
+        asyncio.run(main(LocalRuntime(tmp_path / "logs", grace=2.0)))
+    else:
+        request.getfixturevalue("ray_here")
+        from asyncrlhf.runtimes.ray import RayRuntime
+
+        asyncio.run(main(RayRuntime(tmp_path / "logs", address="auto", grace=2.0)))
 
 
 @checks

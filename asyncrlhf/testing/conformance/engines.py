@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from collections.abc import Sequence
@@ -60,6 +61,10 @@ class Plain(Engine):
 
     def wait(self) -> None:
         LATCH.wait()
+
+    def is_garbage_collectable(self) -> bool:
+        """Whether the garbage collector looks at this engine."""
+        return any(found is self for found in gc.get_objects())
 
     def close(self) -> None:
         if self._listener is not None:
