@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,7 +32,7 @@ device = "cpu"
 tensor_parallel = 2
 """
 TOP = """
-train_steps = 3
+train_steps = 2
 prompts_per_step = 2
 answers_per_prompt = 4
 max_staleness = 0
@@ -53,23 +52,46 @@ concurrency = 8
 
 def test_each_engine_takes_what_its_rank_holds_from_it_and_the_rest_from_the_other(tmp_path: Path) -> None:
     os.chdir(tmp_path)
-    text = grpo(top=TOP, model=MODEL).replace('runtime = "inproc"', 'runtime = "local"')
-    before, _, after = text.partition("[groups.rollout]")
-    Path("run.toml").write_text(before + ROLLOUT + "[groups.reward]" + after.partition("[groups.reward]")[2])
+    first, _, rest = grpo(top=TOP, model=MODEL).replace('"inproc"', '"local"').partition("[groups.rollout]")
+    Path("run.toml").write_text(first + ROLLOUT + rest[rest.index("[groups.reward]") :])
     config = load("run.toml")
-    assert "1  0  1  0" in " ".join(check(config).split()) or True
+    said = [line.split() for line in check(config).splitlines()]
+    assert ["0", "0", "0", "0", "0", "0"] in said, "rank 0 is beside process 0 of engine 0"
+    assert ["1", "0", "1", "0", "1", "0"] in said, "and rank 1 beside that of engine 1"
     assert run(config) == 0
 
+    model = json.loads(Path("run/initial/policy/config.json").read_text())
+    for rank, (own, others) in enumerate(expected(model)):
+        said_by = Path(f"run/logs/rollout-{rank}.log").read_text()
+        lines = [line for line in said_by.splitlines() if line.startswith("weights: ")]
+        assert lines == [f"weights: {own} bytes of rank {rank}, on its device, and {others} of others"]
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [row["train_step"] for row in rows] == [0, 1]
+    assert max(max(row["logprob_gap"], row["probe_gap"]) for row in rows) < 1e-4
+    require_turns()
+
+
+def expected(config: dict[str, object]) -> list[tuple[int, int]]:
+    """By rank: bytes of its own, and of others. Of what every layer divides they are the formula's."""
+    shape, where = model_shape(config, "float32"), places(2)
+    regrouping = Regrouping(pipeline=1, tensor=2, data=1, generate_pipeline=1, generate_tensor=1)
+    source = megatron_layout(shape, MegatronParallel(tensor=2, padded_vocab=256), where)
+    plan = make_plan(source, regrouped_layout(shape, regrouping, where), cap=1 << 30)
+    divided = {p.name: p.byte_count for p in shape.parameters() if p.layer >= 0 and len(p.shape) > 1}
+    for rank in range(2):
+        moved = [m for m in plan.moves if m.target == rank != m.source and m.parameter in divided]
+        assert sum(move.byte_count for move in moved) == regrouping.received_fraction * sum(divided.values())
+    return [(row.copied, row.received) for row in plan.traffic()]
+
+
+def require_turns() -> None:
+    """The two groups take turns, and never compute at once. Taking and giving up answers is no computing."""
     events = list(read_events(Path("run/events.jsonl")))
     turns = [event.group for event in events if isinstance(event, TurnTaken)]
+    assert len(turns) >= 4
     assert set(turns) == {"policy", "rollout"}
     assert all(one != other for one, other in pairwise(turns))
-    assert len(turns) >= 6
-    busy = [e for e in events if isinstance(e, EngineBusy) and e.work not in ("add", "abort")]
-    both = [[e for e in busy if e.group == name] for name in ("policy", "rollout")]
-    assert all(both)
-    assert not [(a, b) for a in both[0] for b in both[1] if a.start < b.end and b.start < a.end]
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert [row["train_step"] for row in rows] == [0, 1, 2]
-    assert max(max(row["logprob_gap"], row["probe_gap"]) for row in rows) < 1e-4
-    print(*[p.read_text()[-600:] for p in sorted(Path("run/logs").glob("rollout*"))])
+    busy = [event for event in events if isinstance(event, EngineBusy) and event.work not in ("add", "abort")]
+    policy, rollout = ([event for event in busy if event.group == name] for name in ("policy", "rollout"))
+    assert {event.rank for event in policy} == {event.rank for event in rollout} == {0, 1}
+    assert not [(a, b) for a in policy for b in rollout if a.start < b.end and b.start < a.end]
