@@ -10,14 +10,15 @@ import msgspec
 import pytest
 
 from asyncrlhf.abc import Beside
-from asyncrlhf.backends.vllm.slices import Slices
+from asyncrlhf.backends.vllm.slices import FIRST, HERE, Slices
 from asyncrlhf.build import places as engine_places
 from asyncrlhf.config.load import load
-from asyncrlhf.errors import ConfigError
+from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.launch import check
 from asyncrlhf.messages import WeightHandle
 from asyncrlhf.pools import beside
 from asyncrlhf.stages import prepare
+from asyncrlhf.weights.assemble import AssembledTransfer
 from asyncrlhf.weights.layout import Layout, Place, places
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
 from asyncrlhf.weights.parts import joined
@@ -26,6 +27,7 @@ from asyncrlhf.weights.pull import require_whole
 from asyncrlhf.weights.regions import allocate
 from asyncrlhf.weights.torch_layout import fsdp_layout
 from asyncrlhf.weights.vllm_layout import VllmParallel, vllm_layout
+from asyncrlhf.weights.whereabouts import machine
 from asyncrlhf.weights.zero_redundancy import Regrouping, regrouped_layout
 from tests.integration.reshard_scene import DENSE, ShardTrainer, held, same_bits, weights
 from tests.integration.tiny import grpo
@@ -241,3 +243,20 @@ def test_replicas_count_once_in_the_checksum() -> None:
         for each in (once, all_of_them)
     ]
     assert counts[0] < counts[1] == sum(len(holding.slices) for holding in source.holdings)
+
+
+def test_what_several_ranks_have_put_is_read_on_the_machine_of_the_reader() -> None:
+    """The ranks of another machine are not asked for what those of this one have."""
+    source = megatron_layout(DENSE, MegatronParallel(tensor=2), places(4))
+    (_ranks, handle), model = put(source, 1), weights(DENSE, 1)
+    gone = [{**shard, "machine": "another", "key": "none"} for shard in handle.payload["shards"][:2]]
+    here = [{**shard, "machine": machine()} for shard in handle.payload["shards"][2:]]
+    payload = {**handle.payload, "shards": (*gone, *here)}
+    assert same_bits(dict(AssembledTransfer().receive(payload)), model)
+    layout = vllm_layout(DENSE, VllmParallel(), [Place(FIRST, HERE)])
+    staged = allocate(layout.holdings[0])
+    Slices(layout, FIRST, {}).receive(msgspec.structs.replace(handle, payload=payload), staged)
+    assert same_bits(staged, held(layout.holdings[0], model))
+    everywhere = {**payload, "shards": (*gone, *gone)}
+    with pytest.raises(PublishRefused, match="are gone"):
+        dict(AssembledTransfer().receive(everywhere))

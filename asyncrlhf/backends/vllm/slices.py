@@ -22,6 +22,7 @@ from torch import Tensor
 from asyncrlhf.abc import WeightTransfer
 from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
+from asyncrlhf.weights.assemble import on_this_machine
 from asyncrlhf.weights.layout import Holding, Layout, Place, Shelf
 from asyncrlhf.weights.parts import ASSEMBLED
 from asyncrlhf.weights.plan import Plan, make_plan
@@ -36,6 +37,8 @@ WHOLE = 1 << 20
 """Number in a plan of whoever has put whole parameters: above those of all ranks of a trainer."""
 FIRST = WHOLE + 1
 """Number in a plan of the first worker that is on no rank's device."""
+HERE = "here"
+"""This machine's name in a plan."""
 CAP = 1 << 40
 """No message is sent, so that moves need not be cut."""
 
@@ -48,7 +51,7 @@ class Slices:
         whom a worker takes from first."""
         self._layout, self._rank, self._near = layout, rank, near
         self._transports: dict[str, WeightTransfer] = {}
-        self._plans: dict[bytes, Plan] = {}
+        self._plans: dict[tuple[bytes, frozenset[int]], Plan] = {}
 
     @classmethod
     def of(
@@ -66,7 +69,8 @@ class Slices:
         config = json.loads((directory / "config.json").read_bytes())
         dtype = cast("Dtype", str(next(iter(parameters.values())).dtype).removeprefix("torch."))
         try:
-            layout = vllm_layout(model_shape(config, dtype), VllmParallel(tensor=ranks), [*map(Place, numbers)])
+            where = [Place(number, HERE) for number in numbers]
+            layout = vllm_layout(model_shape(config, dtype), VllmParallel(tensor=ranks), where)
         except ConfigError:
             return None
         made = cls(layout, numbers[rank], {near[0]: near for near in beside})
@@ -83,19 +87,20 @@ class Slices:
         if path not in self._transports:
             self._transports[path] = import_object(path)()
         try:
-            plan = self._plan(encoded)
+            plan = self._plan(encoded, on_this_machine(shards))
         except ConfigError as error:
             raise PublishRefused(f"version {handle.version} does not fit into this model: {error}") from error
         transport = self._transports[path] if encoded else _Whole(self._transports[path], self._layout, handle.version)
         payloads = dict(enumerate(shards)) if encoded else {WHOLE: shards[0]}
         return pull(plan, self._rank, payload["version"], payloads, transport, into)
 
-    def _plan(self, encoded: bytes) -> Plan:
-        """From the ranks of this layout, or from whole parameters."""
-        if encoded not in self._plans:
-            source = _by_index(msgspec.msgpack.decode(encoded, type=Layout)) if encoded else _whole(self._layout)
-            self._plans[encoded] = make_plan(source, self._layout, cap=CAP, near=self._near)
-        return self._plans[encoded]
+    def _plan(self, encoded: bytes, here: frozenset[int]) -> Plan:
+        """From the ranks of this layout, of which those are on this machine, or from whole parameters."""
+        if (encoded, here) not in self._plans:
+            ranks = msgspec.msgpack.decode(encoded, type=Layout) if encoded else None
+            source = _whole(self._layout) if ranks is None else _by_index(ranks, here)
+            self._plans[encoded, here] = make_plan(source, self._layout, cap=CAP, near=self._near)
+        return self._plans[encoded, here]
 
     def _agrees(self, directory: Path, parameters: Mapping[str, Tensor]) -> bool:
         """Whether the table has these tensors, and the directory's weights where vLLM has put them."""
@@ -144,9 +149,10 @@ def _whole(layout: Layout) -> Layout:
     return Layout("whole parameters", layout.parameters, (shelf.holding(),))
 
 
-def _by_index(layout: Layout) -> Layout:
-    """The same, its ranks numbered as their payloads are."""
-    holdings = (Holding(Place(index), holding.tensors, holding.slices) for index, holding in enumerate(layout.holdings))
+def _by_index(layout: Layout, here: frozenset[int]) -> Layout:
+    """The same, its ranks numbered as their payloads are, and those that are not on this machine on another."""
+    places = (Place(index, HERE if index in here else "elsewhere") for index in range(len(layout.holdings)))
+    holdings = (Holding(place, own.tensors, own.slices) for place, own in zip(places, layout.holdings, strict=True))
     return Layout(layout.name, layout.parameters, tuple(holdings))
 
 
