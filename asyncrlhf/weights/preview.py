@@ -31,7 +31,7 @@ MOST_PARTS = 60_000
 GRAIN = 128
 """Megatron's vocabulary is filled up to a multiple of it."""
 PROBLEMS = (ConfigError, OSError, KeyError, TypeError, ValueError)
-HEADER = f" {'of its rank':>11} {'of others':>11} {'to others':>11}"
+HEADER = f" {'of its rank':>12} {'of others':>11} {'to others':>11}"
 
 
 def plan_lines(tables: Mapping[str, Struct], shared: Mapping[str, SameDevices] | None = None) -> list[str]:
@@ -83,23 +83,26 @@ def _beside(trained: TorchTrain | MegatronTrain, shared: SameDevices, file: Path
 
 
 def _taken(trained: TorchTrain | MegatronTrain, shared: SameDevices, shape: ModelShape) -> tuple[list[str], str]:
-    """(what each rank's process takes, the formula). Raises ConfigError."""
-    grouping, count = shared.regrouping, trained.ranks
-    part = grouping.received_fraction
-    formula = f"HybridFlow's formula, for parameters that divide evenly: {part} of {size_text(shape.byte_count)}, "
-    formula += f"{size_text(round(part * shape.byte_count))}, of others"
+    """(what each rank's process takes, the formula). All data parallel copies do the same. Raises ConfigError."""
+    grouping = shared.regrouping
+    nothing = [""] * grouping.rank_count
     if not shared.by_rank:
-        return [""] * count, "each process takes what it needs from one copy of each part, wherever that was put"
-    if len(shape.parameters()) * count * count > MOST_PARTS:
-        return [""] * count, formula
-    needed = regrouped_layout(shape, grouping, places(count))
-    near = {rank: grouping.nearest(rank) for rank in range(count)}
-    plan = make_plan(_layout(trained, shape), needed, cap=BUCKET, near=near)
-    rows = [
-        f" {size_text(row.copied):>11} {size_text(row.received):>11} {size_text(row.sent):>11}"
-        for row in plan.traffic()
-    ]
-    return rows, formula
+        return nothing, "each process takes what it needs from one copy of each part, wherever that was put"
+    train, generate = grouping.pipeline * grouping.tensor, grouping.generate_pipeline * grouping.generate_tensor
+    part = size_text(round(grouping.received_fraction * shape.byte_count))
+    formula = f"HybridFlow's (N1 - t_g p_g) / (t_g p_g N1) = ({train} - {generate}) / ({generate} * {train}) of "
+    formula += f"{size_text(shape.byte_count)}, if all parameters divide evenly: {part} of others"
+    if len(shape.parameters()) * train * train > MOST_PARTS:
+        return nothing, formula
+    one = replace(grouping, data=1)
+    if isinstance(trained, MegatronTrain):
+        trained = replace(trained, data_parallel=1, context_parallel=1)
+    needed = regrouped_layout(shape, one, places(train))
+    near = {rank: one.nearest(rank) for rank in range(train)}
+    traffic = make_plan(_layout(trained, shape), needed, cap=BUCKET, near=near).traffic()
+    cells = [f" {size_text(row.copied):>12} {size_text(row.received):>11} {size_text(row.sent):>11}" for row in traffic]
+    stands = [grouping.training(rank) for rank in range(grouping.rank_count)]
+    return [cells[pp * grouping.tensor + tp] for pp, tp, _ in stands], formula
 
 
 def _lines(trained: TorchTrain | MegatronTrain, rollout: RolloutTable, file: Path) -> list[str]:

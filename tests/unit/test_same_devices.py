@@ -168,8 +168,19 @@ def test_check_says_who_is_where_and_holds_the_bytes_against_the_formula() -> No
         ["2", "0", "2", "0", "0", "1"],
         ["3", "0", "3", "0", "1", "1"],
     ]
-    assert "1/4 of" in " ".join(lines[start + 6])
+    assert "(4 - 2) / (2 * 4) of" in " ".join(lines[start + 6])
     assert [row[8:10] for row in rows[1:3]] == [row[10:12] for row in rows[1:3]], "as much from others as to others"
+
+
+def test_the_example_of_the_readme() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (block,) = (part.partition("```")[0] for part in text.split("```text\n") if "whose processes are on" in part)
+    sizes = {"hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128, "num_hidden_layers": 36}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
+    Path("model/config.json").write_text(json.dumps(MODEL | {"model_type": "qwen3"} | sizes | heads))
+    four = sized(policy_tensor_parallel=4, rollout_replicas=2, rollout_tensor_parallel=2)
+    printed = check(load("run.toml", [*MEGATRON, *VLLM, *four, "groups.policy.dtype=bfloat16"]))
+    assert block in f"{printed}\n"
 
 
 def put(source: Layout, version: int) -> tuple[ShardTrainer, WeightHandle]:
