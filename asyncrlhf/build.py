@@ -54,7 +54,7 @@ from asyncrlhf.groups.scorers import ModelScorer, RuleScorer
 from asyncrlhf.messages import ParallelLayout, Rollout
 from asyncrlhf.models import Models
 from asyncrlhf.observe import EventLog
-from asyncrlhf.pools import needs, pinned_to_gpus, visible_gpus
+from asyncrlhf.pools import beside, needs, pinned_to_gpus, visible_gpus
 from asyncrlhf.runtimes.feasible import Ask
 from asyncrlhf.wiring import Wiring
 
@@ -139,7 +139,8 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
     them than cores, engines with a model get a core each unless their tables say which. Raises ConfigError for a pool
     that is not there."""
     models = {name: table for name, table in wiring.engines.items() if isinstance(table, Compute)}
-    asked = {name: needs(config, wiring, name) for name in wiring.engines}
+    hosts = beside(config, wiring)
+    asked = {name: needs(config, wiring, name, shares=name in hosts) for name in wiring.engines}
     count = sum(_engines(table) * _processes(table) * table.threads for table in models.values())
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pinned = (
@@ -169,6 +170,7 @@ def places(config: Config, wiring: Wiring) -> dict[str, tuple[Place, ...]]:
                 if free and pinned and table.threads == _processes(table) == 1
                 else None,
                 needs=asked[name],
+                beside=hosts[name][rank] if name in hosts else None,
             )
             for rank in range(_engines(table))
         )
@@ -183,6 +185,7 @@ def build_groups(
     sampled = next((table for table in rollouts if isinstance(table, RolloutTable)), None)
     temperature = sampled.temperature if sampled else 1.0
     where = places(config, wiring)
+    hosts = {p.beside.group for group in where.values() for p in group if p.beside is not None and p.beside.takes}
     patience = config.limits.stall_timeout
     groups: dict[str, Group] = {}
     for name, table in wiring.engines.items():
@@ -200,6 +203,7 @@ def build_groups(
                 off_policy=config.off_policy,
                 off_policy_cap=config.off_policy_cap,
                 transport=_transport(config, runtime),
+                **({"put_replicas": name in hosts} if isinstance(table, MegatronTrain) else {}),
             )
             groups[name] = kind(
                 name,
@@ -333,7 +337,7 @@ def _rollout_group(
             f"groups.{name}.max_sequence_tokens = {longest}, and the model's max_position_embeddings = "
             f"{models.longest}; lower the first"
         )
-    options = _options(
+    options: VllmOptions | SamplerOptions = _options(
         VllmOptions if isinstance(table, VllmRollout) else SamplerOptions,
         f"groups.{name}",
         table,
@@ -342,7 +346,15 @@ def _rollout_group(
         max_sequence_tokens=longest,
         transport=_transport(config, runtime),
     )
-    specs = [_spec(place, options) for place in where]
+    specs = [
+        _spec(
+            place,
+            msgspec.structs.replace(options, beside=place.beside.takes)
+            if place.beside and place.beside.takes
+            else options,
+        )
+        for place in where
+    ]
     least = config.limits.min_answers
     sampling = Sampling(
         answers_per_prompt=config.answers_per_prompt,

@@ -26,7 +26,7 @@ from asyncrlhf.placement.advice import warnings
 from asyncrlhf.placement.arrange import set_lines
 from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.placement.fits import device_memory, memory_warnings
-from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_gpus, require_pools
+from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_gpus, require_pools, same_devices
 from asyncrlhf.runtimes.garbage import left_alone
 from asyncrlhf.session import Session
 from asyncrlhf.stages import Stage, prepare
@@ -49,7 +49,7 @@ def check(config: Config) -> str:
         engines=stage.wiring.engines.values(),
     )
     moved = [transport_line(config)] if stage.wiring.of_role("rollout") else []
-    moved += plan_lines(stage.wiring.engines)
+    moved += plan_lines(stage.wiring.engines, same_devices(config, stage.wiring))
     shared = stage.arrangement
     in_turn = {} if shared is None else {part.name: part.members for part in shared.sets if part.turns}
     have = device_memory() if engines_are_here(config) else None

@@ -12,22 +12,25 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from asyncrlhf.abc import Needs, Place
-from asyncrlhf.config.groups import Compute, Frozen, MegatronFrozen, MegatronTrain, Trained, VllmRollout
+from asyncrlhf.abc import Beside, Needs, Place
+from asyncrlhf.config.groups import Compute, Frozen, MegatronFrozen, MegatronTrain, RolloutTable, Trained, VllmRollout
 from asyncrlhf.config.schema import Config, Pool
 from asyncrlhf.errors import ConfigError
-from asyncrlhf.placement.arrange import READING
+from asyncrlhf.placement.arrange import READING, arrange
 from asyncrlhf.runtimes.feasible import Ask, Node, amounts, shortage
+from asyncrlhf.weights.same_devices import SameDevices, on_the_same_devices
 from asyncrlhf.wiring import Wiring
 
 __all__ = (
     "asks",
+    "beside",
     "engines_are_here",
     "needs",
     "pinned_to_gpus",
     "pool_lines",
     "require_gpus",
     "require_pools",
+    "same_devices",
     "visible_gpus",
 )
 
@@ -55,22 +58,51 @@ def _pool_of(config: Config, wiring: Wiring, name: str) -> str | None:
     return chosen
 
 
-def needs(config: Config, wiring: Wiring, name: str) -> Needs | None:
-    """What each engine of a group asks for; None: it is in no pool. Raises ConfigError."""
+def same_devices(config: Config, wiring: Wiring) -> dict[str, SameDevices]:
+    """By rollout group: the ranks on whose devices its processes are, where the two take turns and are as many. Raises
+    ConfigError for sizes that do not divide."""
+    roles = {name: wiring.role(name) for name in wiring.engines}
+    arrangement, found = arrange(config, roles, wiring.engines), dict[str, SameDevices]()
+    for part in () if arrangement is None else arrangement.sets:
+        for name in part.members if part.turns else ():
+            table = wiring.engines[name]
+            if isinstance(table, RolloutTable) and table.follows in part.members:
+                trained = wiring.engines[table.follows]
+                assert isinstance(trained, Trained)
+                if (shared := on_the_same_devices(trained, name, table)) is not None:
+                    found[name] = shared
+    return found
+
+
+def beside(config: Config, wiring: Wiring) -> dict[str, list[Beside]]:
+    """Engine by engine, for the groups of `same_devices`: on whose devices it is, and whose weights it takes first."""
+    found: dict[str, list[Beside]] = {}
+    for name, shared in same_devices(config, wiring).items():
+        nearest = shared.regrouping.nearest if shared.by_rank else None
+        found[name] = [
+            Beside(shared.follows, ranks, () if nearest is None else tuple(map(nearest, ranks)))
+            for ranks in shared.regrouping.engines()
+        ]
+    return found
+
+
+def needs(config: Config, wiring: Wiring, name: str, *, shares: bool = False) -> Needs | None:
+    """What each engine of a group asks for, `shares`: in each of its processes; None: it is in no pool. Raises
+    ConfigError."""
     pool = _pool_of(config, wiring, name)
     if pool is None:
         return None
     table, wanted = wiring.engines[name], config.pools[pool]
     return Needs(
         pool=pool,
-        devices=_devices(wiring.key(name), table, pool, wanted),
+        devices=_devices(wiring.key(name), table, pool, wanted, shares),
         cores=wanted.cores,
         labels={} if engines_are_here(config) else wanted.labels,
         together=isinstance(table, Trained | Frozen),
     )
 
 
-def _devices(key: str, table: msgspec.Struct, name: str, pool: Pool) -> float:
+def _devices(key: str, table: msgspec.Struct, name: str, pool: Pool, shares: bool) -> float:
     device = table.device if isinstance(table, Compute) else "cpu"
     if device.startswith("cuda") and not pool.devices:
         raise ConfigError(
@@ -82,7 +114,7 @@ def _devices(key: str, table: msgspec.Struct, name: str, pool: Pool) -> float:
         )
     if device == "cpu" or not pool.devices:
         return 0.0
-    if isinstance(table, VllmRollout) and table.tensor_parallel > 1:
+    if isinstance(table, VllmRollout) and table.tensor_parallel > 1 and not shares:
         return float(table.tensor_parallel)
     return math.floor(SHARES / pool.engines_per_device) / SHARES
 
@@ -103,7 +135,7 @@ def _ask(config: Config, name: str, engines: Sequence[Place]) -> Ask:
         raise ConfigError(f'pools.{name} is used by no group; set groups.<name>.pool = "{name}", or remove the table')
     wanted = [place.needs for place in engines if place.needs is not None]
     users = Counter(place.group for place in engines if place.needs is not None and place.needs.devices)
-    least = _least_devices(pool, wanted)
+    least = _least_devices(pool, engines)
     if least > pool.devices:
         each = ", ".join(f"{group} {count}" for group, count in users.items())
         way = "lower the parallel sizes or replicas of its groups"
@@ -124,10 +156,11 @@ def _ask(config: Config, name: str, engines: Sequence[Place]) -> Ask:
     )
 
 
-def _least_devices(pool: Pool, wanted: Sequence[Needs]) -> int:
+def _least_devices(pool: Pool, engines: Sequence[Place]) -> int:
     """Devices that the engines fill, sharing where they may."""
-    shared = sum(0 < need.devices <= 1 for need in wanted)
-    return math.ceil(shared / pool.engines_per_device) + sum(int(need.devices) for need in wanted if need.devices > 1)
+    wanted = [(place.needs.devices, place.beside) for place in engines if place.needs is not None]
+    shared = sum(1 if on is None else len(on.ranks) for devices, on in wanted if 0 < devices <= 1)
+    return math.ceil(shared / pool.engines_per_device) + sum(int(devices) for devices, _ in wanted if devices > 1)
 
 
 def require_pools(config: Config, places: Sequence[Place]) -> None:
@@ -160,11 +193,11 @@ def pool_lines(config: Config, places: Sequence[Place]) -> Iterator[str]:
     """What the pools come to, one a line."""
     where = "" if engines_are_here(config) else ", to be found in the cluster"
     for ask in asks(config, places):
-        mine = [(place.group, place.needs) for place in places if place.needs and place.needs.pool == ask.pool]
-        groups = Counter(group for group, _ in mine)
+        mine = [place for place in places if place.needs and place.needs.pool == ask.pool]
+        groups = Counter(place.group for place in mine)
         engines = ", ".join(f"{group} x {count}" if count > 1 else group for group, count in groups.items())
         yield f"pool {ask.pool}".ljust(25) + f"{amounts({'device': ask.devices, 'core': ask.cores})}{where}: {engines}"
-        used = _least_devices(config.pools[ask.pool], [need for _, need in mine])
+        used = _least_devices(config.pools[ask.pool], mine)
         if used < ask.devices:
             yield (
                 f"warning: pools.{ask.pool}.devices = {ask.devices:g}, and its engines use {used}; lower it, or raise "
@@ -176,12 +209,16 @@ def pinned_to_gpus(
     config: Config, wiring: Wiring, places: Mapping[str, Sequence[Place]]
 ) -> dict[str, tuple[Place, ...]]:
     """The same places; those in a pool see only GPUs of their own, or that they share, in the local runtime: the pools'
-    in the order of their tables, the first engines' first, and behind them models that read at once."""
+    in the order of their tables, the first engines' first, and behind them models that read at once. Those beside
+    ranks see the ranks' GPUs."""
     if config.runtime != "local":
         return {name: tuple(group) for name, group in places.items()}
     interleaved = config.placement.strategy == "interleaving"
     order = sorted(places, key=lambda name: interleaved and wiring.role(name) in READING)
-    gpus = _gpus_of_engines(config, [place for name in order for place in places[name]])
+    gpus = _gpus_of_engines(config, [p for name in order for p in places[name] if p.beside is None])
+    for place in (place for group in places.values() for place in group):
+        if (on := place.beside) is not None and place.needs is not None:
+            gpus[place.group, place.rank] = tuple(gpu for rank in on.ranks for gpu in gpus[on.group, rank])
     return {
         name: tuple(replace(p, gpus=gpus[p.group, p.rank]) if p.needs is not None else p for p in group)
         for name, group in places.items()

@@ -6,6 +6,7 @@ from asyncrlhf.abc.engine import RewardEngine as RewardEngine
 from asyncrlhf.abc.engine import ScoreEngine as ScoreEngine
 from asyncrlhf.abc.engine import ShadowEngine as ShadowEngine
 from asyncrlhf.abc.engine import TrainEngine as TrainEngine
+from asyncrlhf.abc.runtime import Beside as Beside
 from asyncrlhf.abc.runtime import EngineHandle as EngineHandle
 from asyncrlhf.abc.runtime import EngineSpec as EngineSpec
 from asyncrlhf.abc.runtime import InFlight as InFlight

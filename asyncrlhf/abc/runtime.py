@@ -9,7 +9,7 @@ import msgspec
 
 from asyncrlhf.messages import EngineEvent, Message
 
-__all__ = ("EngineHandle", "EngineSpec", "InFlight", "Needs", "OnEvents", "Place", "Runtime")
+__all__ = ("Beside", "EngineHandle", "EngineSpec", "InFlight", "Needs", "OnEvents", "Place", "Runtime")
 
 
 class Needs(Message, frozen=True, kw_only=True):
@@ -27,6 +27,16 @@ class Needs(Message, frozen=True, kw_only=True):
     """Engines of its group talk to each other all the time: on one node where they fit, else on whole nodes."""
 
 
+class Beside(Message, frozen=True):
+    """Ranks of another group, with which an engine takes turns: it has a process on the device of each, in this order.
+    Example: Beside("policy", (0, 2), ((0, 1), (2, 3))) has two processes, on the devices of ranks 0 and 2."""
+
+    group: str
+    ranks: tuple[int, ...]
+    takes: tuple[tuple[int, ...], ...] = ()
+    """For each process the ranks from which it takes weights before it asks others; empty: all are as near."""
+
+
 class Place(Message, frozen=True, kw_only=True):
     """An engine that will be spawned: enough to start its process and to import its code."""
 
@@ -42,6 +52,8 @@ class Place(Message, frozen=True, kw_only=True):
     """The GPUs of this machine that it sees, as CUDA_VISIBLE_DEVICES names them; None: whatever is there."""
     needs: Needs | None = None
     """What it asks a cluster for; None: nothing."""
+    beside: Beside | None = None
+    """Whose devices it is on; None: on any that are free."""
 
 
 class EngineSpec(Place, frozen=True, kw_only=True):

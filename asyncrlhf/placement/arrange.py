@@ -282,12 +282,24 @@ def _pool(part: DeviceSet, tables: Mapping[str, Compute], width: int, gpus: int)
     for name in part.members:
         table = tables[name]
         if len(part.members) > 1 and isinstance(table, VllmRollout) and table.tensor_parallel > 1:
-            raise ConfigError(
-                f"groups.{name}.tensor_parallel = {table.tensor_parallel}: engines of several processes share no GPUs "
-                f"with {', '.join(other for other in part.members if other != name)}; use 1, or devices of its own"
-            )
-    engines = sum(_count(tables[name])[0] for name in part.members)
+            _require_ranks(part, name, table, tables)
+    engines = sum(_count(tables[name])[1] for name in part.members)
     return Pool(devices=width, engines_per_device=math.ceil(engines / width))
+
+
+def _require_ranks(part: DeviceSet, name: str, table: VllmRollout, tables: Mapping[str, Compute]) -> None:
+    """Engines of several processes share GPUs with the ranks that they follow, in turn: a process with each."""
+    others = ", ".join(other for other in part.members if other != name)
+    said = f"groups.{name}.tensor_parallel = {table.tensor_parallel}: engines of several processes share no GPUs"
+    if table.follows not in part.members or not part.turns:
+        raise ConfigError(f"{said} with {others}; use 1, or devices of its own")
+    count, ranks = _count(table)[1], _count(tables[table.follows])[1]
+    if count != ranks:
+        fix = f"use replicas = {ranks // table.tensor_parallel}" if ranks % table.tensor_parallel == 0 else "use 1"
+        raise ConfigError(
+            f"{said} with {others} unless there is a process for each of the {ranks} ranks of {table.follows}, and "
+            f"there are {count}; {fix}, or devices of its own"
+        )
 
 
 # ---- for people ----------------------------------------------------------------------------------------------------

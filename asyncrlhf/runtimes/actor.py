@@ -73,6 +73,10 @@ class EngineActor:
         """The number of its process, and the address of its machine in the cluster."""
         return os.getpid(), address()
 
+    async def devices(self) -> tuple[str, str | None]:
+        """The node that it is on, and the GPUs that it sees there, as CUDA_VISIBLE_DEVICES names them; None: all."""
+        return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
     async def start(self, spec: EngineSpec, inline_bytes: int) -> None:
         """Build the engine and run it; `listen` says when it is ready, or why it is not. `inline_bytes`: columns that
         are larger are stored."""

@@ -19,8 +19,9 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrlhf.abc import EngineHandle, EngineSpec, InFlight, OnEvents, Place
+from asyncrlhf.abc import Beside, EngineHandle, EngineSpec, InFlight, OnEvents, Place
 from asyncrlhf.errors import ConfigError, EngineLost
 from asyncrlhf.runtimes.actor import EngineActor, Said
 from asyncrlhf.runtimes.feasible import Ask
@@ -33,8 +34,12 @@ from asyncrlhf.runtimes.reserve import Reservation
 
 __all__ = ("ActorEngine", "RayRuntime")
 
+STARTING = 120.0
+"""Seconds that the processes of actors may take to start, before those that are to be beside them are started."""
 KNOCK_SECONDS = 5.0
 """That a cluster has to accept a connection."""
+KEEP_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""Set to 0: an actor for which Ray reserves no GPU keeps those that it is told to see."""
 RESTARTS_OF_RAY = 0
 """Engines hold state: when and how one is started again is the supervisor's to decide."""
 
@@ -61,14 +66,20 @@ class RayRuntime:
         self._reserved = Reservation(pools, patience)
         self._waiting: list[tuple[Place, Any]] = []
         self._engines: list[ActorEngine] = []
+        self._hosts: dict[tuple[str, int], tuple[str, str | None]] = {}
+        """Node and GPUs of the engines that others are beside."""
         self._started = False
 
     def expect(self, places: Sequence[Place]) -> None:
-        """Start or join Ray, reserve what the places need, and start the actors. Raises ConfigError if the cluster
-        cannot be reached, or has too little; no actor was started then."""
+        """Start or join Ray, reserve what the places need, and start the actors; those beside others once it is known
+        where these are. Raises ConfigError if the cluster cannot be reached, or has too little; no actor was started
+        then."""
         self._connect()
         self._reserved.take(places)
-        self._waiting += [(place, self._actor(place)) for place in places]
+        actors = {(p.group, p.rank): self._actor(p) for p in places if p.beside is None}
+        hosts = {(p.beside.group, rank) for p in places if p.beside is not None for rank in p.beside.ranks}
+        self._hosts.update((key, _devices(key, actors[key])) for key in sorted(hosts))
+        self._waiting += [(p, actors.get((p.group, p.rank)) or self._actor(p)) for p in places]
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
         self._connect()
@@ -131,10 +142,27 @@ class RayRuntime:
             max_restarts=RESTARTS_OF_RAY,
             max_concurrency=1000,
             name=f"{place.group}/{place.rank}/{os.urandom(4).hex()}",
-            **self._reserved.options(place),
+            **(self._reserved.options(place) if place.beside is None else self._beside(place.beside)),
         )
         module, log = place.engine.partition(":")[0], str(self._log(place).resolve())
         return options.remote(module, os.getcwd(), [path or os.getcwd() for path in sys.path], log)
+
+    def _beside(self, on: Beside) -> dict[str, Any]:
+        """An actor on the node of those ranks that sees their GPUs, in their order. Raises ConfigError if they are on
+        several nodes."""
+        hosts = [self._hosts[on.group, rank] for rank in on.ranks]
+        if len(nodes := {node for node, _ in hosts}) > 1:
+            raise ConfigError(
+                f"an engine of {len(hosts)} processes is to be on the devices of ranks {on.ranks} of {on.group}, which "
+                f"Ray has put on {len(nodes)} nodes; lower its tensor_parallel, or have larger nodes"
+            )
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(hosts[0][0], soft=False)
+        seen = [gpus for _, gpus in hosts if gpus is not None]
+        if seen:
+            devices = ",".join(filter(None, seen))
+            options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": devices, KEEP_GPUS: "0"}}
+        return options
 
     def _log(self, place: Place) -> Path:
         return self._logs / f"{place.group}-{place.rank}.log"
@@ -260,6 +288,15 @@ def _knock(address: str | None) -> None:
     host, colon, port = (address or "").rpartition(":")
     if colon and port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()
+
+
+def _devices(key: tuple[str, int], actor: Any) -> tuple[str, str | None]:
+    """Node and GPUs of an actor. Waits until its process has started; raises EngineLost if it does not."""
+    try:
+        return ray.get(actor.devices.remote(), timeout=STARTING)
+    except RayError as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EngineLost(f"group {key[0]!r}, rank {key[1]}: its actor has not started: {words}") from error
 
 
 def _kill(actor: Any) -> None:

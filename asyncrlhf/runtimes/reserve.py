@@ -1,6 +1,7 @@
 """What engines ask a Ray cluster for, reserved in placement groups before any of them starts.
 
-The run waits at most `patience` seconds for what others hold. Engines that talk to each other all the time lie on one
+The run waits at most `patience` seconds for what others hold. Engines beside ranks of another group ask for nothing:
+those ranks hold their share of the devices, too. Engines that talk to each other all the time lie on one
 node where they fit, else on as few as can be, and their ranks follow the nodes; every other engine has a placement
 group of its own, which Ray moves to another node when its node is lost.
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from msgspec.structs import replace
 from ray._private.state import available_resources_per_node  # there is no public one per node
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -33,6 +35,8 @@ class Reservation:
         self._pools, self._patience, self._deadline = pools, patience, 0.0
         self._bundles: dict[tuple[str, int], tuple[PlacementGroup, int]] = {}
         self._groups: list[PlacementGroup] = []
+        self._guests: dict[tuple[str, int], float] = {}
+        """Devices that engines beside a rank need there."""
 
     def take(self, places: Sequence[Place]) -> None:
         """Reserve all that they need, or nothing. Raises ConfigError: the cluster has less, or less is free."""
@@ -41,8 +45,11 @@ class Reservation:
         self._deadline = time.monotonic() + self._patience
         groups: dict[tuple[str, int], list[Place]] = {}
         for place in places:
-            need = place.needs
-            if need is not None and (need.devices or need.cores):
+            need, on = place.needs, place.beside
+            if on is not None:
+                for rank in on.ranks if need is not None else ():
+                    self._guests[on.group, rank] = self._guests.get((on.group, rank), 0.0) + need.devices
+            elif need is not None and (need.devices or need.cores):
                 groups.setdefault((place.group, -1 if need.together else place.rank), []).append(place)
         try:
             for engines in sorted(groups.values(), key=len, reverse=True):  # the large ones while there is room
@@ -52,11 +59,11 @@ class Reservation:
             raise
 
     def options(self, place: Place) -> dict[str, Any]:
-        """What an actor for this place is created with."""
+        """What an actor for this place is created with, unless it is beside ranks."""
         need = place.needs
         if need is None:
             return {"num_cpus": 0}
-        options: dict[str, Any] = {"num_cpus": need.cores, "num_gpus": need.devices}
+        options: dict[str, Any] = {"num_cpus": need.cores, "num_gpus": self._devices(place)}
         if not need.devices:
             options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
         if (place.group, place.rank) in self._bundles:
@@ -73,8 +80,12 @@ class Reservation:
         self._groups.clear()
         self._bundles.clear()
 
+    def _devices(self, place: Place) -> float:
+        need = place.needs
+        return 0.0 if need is None else need.devices + self._guests.get((place.group, place.rank), 0.0)
+
     def _take(self, engines: Sequence[Place]) -> None:
-        needs = [place.needs for place in engines if place.needs is not None]
+        needs = [replace(p.needs, devices=self._devices(p)) for p in engines if p.needs is not None]
         group = None
         if len(engines) > 1 and _fit_on_one(needs):
             group = self._placed(needs, "STRICT_PACK", (self._deadline - time.monotonic()) / 2)

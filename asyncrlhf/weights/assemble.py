@@ -2,7 +2,8 @@
 
 Each rank of the trainer puts what it holds through a transport between threads, processes or Ray actors, and the group
 makes one payload of theirs. An engine then receives Hugging Face parameters one after another, put together from the
-slices where they lie; never is more than one of them whole beside the engine's own. Nobody waits: a version stays
+slices where they lie, those of this machine first where several ranks have put the same; never is more than one of them
+whole beside the engine's own. Nobody waits: a version stays
 readable until the next but one is put.
 
     rank r of the trainer     payload = SharedMemoryTransfer().send(7, dict(chunks.named_parameters()))
@@ -29,8 +30,9 @@ from asyncrlhf.messages import import_object
 from asyncrlhf.weights.layout import Box, Layout, full_box
 from asyncrlhf.weights.regions import region
 from asyncrlhf.weights.shapes import Parameter
+from asyncrlhf.weights.whereabouts import machine
 
-__all__ = ("AssembledTransfer",)
+__all__ = ("AssembledTransfer", "on_this_machine")
 
 
 class AssembledTransfer:
@@ -47,12 +49,17 @@ class AssembledTransfer:
         for shard in payload["shards"]:
             if shard["version"] != payload["version"]:
                 raise PublishRefused(f"version {payload['version']} came with a part of version {shard['version']}")
-        sources = _sources(payload["layout"])
+        sources = _sources(payload["layout"], on_this_machine(payload["shards"]))
         uses = Counter((source.index, source.tensor) for _, parts in sources for source in parts)
-        streams = [_Stream(index, transport.receive(shard), uses) for index, shard in enumerate(payload["shards"])]
+        needed = {index for index, _ in uses}
+        streams = {
+            index: _Stream(index, transport.receive(shard), uses)
+            for index, shard in enumerate(payload["shards"])
+            if index in needed
+        }
         for parameter, parts in sources:
             yield parameter.name, _whole(parameter, parts, streams)
-        for stream in streams:
+        for stream in streams.values():
             stream.end()
 
     def _transport(self, path: str) -> WeightTransfer:
@@ -98,12 +105,13 @@ class _Source(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=4)
-def _sources(encoded: bytes) -> tuple[tuple[Parameter, tuple[_Source, ...]], ...]:
-    """Every parameter with slices that cover it once. Raises PublishRefused when they do not."""
+def _sources(encoded: bytes, first: frozenset[int]) -> tuple[tuple[Parameter, tuple[_Source, ...]], ...]:
+    """Every parameter with slices that cover it once, from the ranks `first` where they have them. Raises
+    PublishRefused when they do not."""
     layout = msgspec.msgpack.decode(encoded, type=Layout)
     found: dict[str, dict[Box, _Source]] = {name: {} for name in layout.parameters}
-    for index, holding in enumerate(layout.holdings):
-        for piece in holding.slices:
+    for index in sorted(range(len(layout.holdings)), key=lambda index: index not in first):
+        for piece in layout.holdings[index].slices:
             found[piece.parameter].setdefault(piece.box, _Source(piece.box, index, piece.tensor, piece.offset))
     for name, sources in found.items():
         covered = sum(_count(box) for box in sources)
@@ -114,7 +122,7 @@ def _sources(encoded: bytes) -> tuple[tuple[Parameter, tuple[_Source, ...]], ...
     return tuple((parameter, tuple(found[name].values())) for name, parameter in layout.parameters.items())
 
 
-def _whole(parameter: Parameter, sources: Sequence[_Source], streams: Sequence[_Stream]) -> Tensor:
+def _whole(parameter: Parameter, sources: Sequence[_Source], streams: Mapping[int, _Stream]) -> Tensor:
     parts: list[tuple[Box, Tensor]] = []
     for source in sources:
         tensor = streams[source.index].take(source.tensor)
@@ -128,6 +136,13 @@ def _whole(parameter: Parameter, sources: Sequence[_Source], streams: Sequence[_
     for box, part in parts:
         full[tuple(slice(low, high) for low, high in box)] = part
     return full
+
+
+def on_this_machine(shards: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Which of what ranks have put lies in the memory of this machine; none, where a transport does not say."""
+    said = {index: shard["machine"] for index, shard in enumerate(shards) if "machine" in shard}
+    here = machine() if said else ""
+    return frozenset(index for index, where in said.items() if where == here)
 
 
 def _count(box: Box) -> int:

@@ -1,10 +1,11 @@
 """The reshard plan: which bytes go from which rank's tensor to which rank's, so that one layout becomes another.
 
 Pure and deterministic: every rank computes the same plan from the two layouts (metadata only), and nobody asks anybody.
-For every slice that a destination needs: a copy where the rank has it itself, else a replica on the same node, else
-the one that sends least so far. What moves between ranks is cut into pieces and dealt to buckets, such that no rank
-ever holds more than `cap` bytes of messages at once, in or out. HybridFlow (arXiv:2409.19256, section 5.3 and table 2)
-is where gathering everything on every rank is compared with moving what differs; `zero_redundancy.py` has its grouping.
+For every slice that a destination needs: a copy where the rank has it itself, else one of the ranks that are nearest to
+it (`near`), else a replica on the same node, else the one that sends least so far. What moves between ranks is cut into
+pieces and dealt to buckets, such that no rank ever holds more than `cap` bytes of messages at once, in or out.
+HybridFlow (arXiv:2409.19256, section 5.3 and table 2) is where gathering everything on every rank is compared with
+moving what differs; `zero_redundancy.py` has its grouping.
 
 Example: `plan = make_plan(megatron_layout(...), vllm_layout(...), cap=64 << 20)`, then `print(describe(plan))`.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +23,18 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.weights.layout import Box, Holding, Layout, Slice
 from asyncrlhf.weights.shapes import BYTES, Dtype
 
-__all__ = ("LOCAL", "SLACK", "SMALLEST_CAP", "Move", "Plan", "Traffic", "describe", "make_plan", "message_bytes")
+__all__ = (
+    "LOCAL",
+    "SLACK",
+    "SMALLEST_CAP",
+    "Move",
+    "Plan",
+    "Traffic",
+    "describe",
+    "make_plan",
+    "message_bytes",
+    "size_text",
+)
 
 LOCAL = -1
 """Bucket of moves within a rank, which need no message."""
@@ -116,8 +128,11 @@ class _Piece(NamedTuple):
     found: Slice
 
 
-def make_plan(source: Layout, destination: Layout, *, cap: int) -> Plan:
-    """Cover every slice of `destination` from `source`. `cap`: bytes of messages that a rank may hold at once.
+def make_plan(
+    source: Layout, destination: Layout, *, cap: int, near: Mapping[int, Collection[int]] | None = None
+) -> Plan:
+    """Cover every slice of `destination` from `source`. `cap`: bytes of messages that a rank may hold at once. `near`:
+    by rank of the destination, whom it takes from before it asks others.
 
     Raises ConfigError, naming parameter and both shapes, when the two do not hold the same parameters or a slice is
     nowhere to be found.
@@ -126,7 +141,7 @@ def make_plan(source: Layout, destination: Layout, *, cap: int) -> Plan:
         raise ConfigError(f"{cap} bytes of messages at once are too few; at least {SMALLEST_CAP} are needed")
     _require_same_parameters(source, destination)
     nodes = {holding.place.rank: holding.place.node for side in (source, destination) for holding in side.holdings}
-    finder = _Finder(source, nodes, cap // PIECES)
+    finder = _Finder(source, nodes, near or {}, cap // PIECES)
     wanted: dict[str, list[tuple[Holding, Slice]]] = defaultdict(list)
     for holding in destination.holdings:
         for piece in holding.slices:
@@ -170,8 +185,10 @@ def _require_same_parameters(source: Layout, destination: Layout) -> None:
 class _Finder:
     """Where every rectangle of a parameter can be had. Slices with the same rectangle are replicas of each other."""
 
-    def __init__(self, source: Layout, nodes: Mapping[int, str], largest: int) -> None:
-        self._source, self._nodes, self._largest = source, nodes, largest
+    def __init__(
+        self, source: Layout, nodes: Mapping[int, str], near: Mapping[int, Collection[int]], largest: int
+    ) -> None:
+        self._source, self._nodes, self._near, self._largest = source, nodes, near, largest
         self._load: dict[int, int] = defaultdict(int)
         self._replicas: dict[str, dict[Box, dict[int, Slice]]] = defaultdict(lambda: defaultdict(dict))
         for holding in source.holdings:
@@ -208,8 +225,9 @@ class _Finder:
                 f"which no rank of {self._source.name} holds {_text(missing[0])}"
             )
 
-    def _cost(self, rank: int, target: int) -> tuple[bool, int, int]:
-        return self._nodes[rank] != self._nodes[target], self._load[rank], rank
+    def _cost(self, rank: int, target: int) -> tuple[bool, bool, int, int]:
+        far = rank not in self._near.get(target, ())
+        return far, self._nodes[rank] != self._nodes[target], self._load[rank], rank
 
 
 class _Dealer:
@@ -324,19 +342,20 @@ def describe(plan: Plan) -> str:
     rows = plan.traffic()
     moved, copied = sum(row.received for row in rows), sum(row.copied for row in rows)
     lines = [
-        f"{plan.source} -> {plan.destination}: {_size(moved)} between ranks, {_size(copied)} copied in place, "
-        f"{len(plan.moves)} moves in {plan.bucket_count} buckets of at most {_size(plan.cap)} per rank",
+        f"{plan.source} -> {plan.destination}: {size_text(moved)} between ranks, {size_text(copied)} copied in place, "
+        f"{len(plan.moves)} moves in {plan.bucket_count} buckets of at most {size_text(plan.cap)} per rank",
         f"{'rank':>6} {'node':>6} {'sent':>11} {'received':>11} {'on node':>11} {'copied':>11} {'extra':>11}",
     ]
     lines += [
-        f"{row.rank:>6} {row.node or '-':>6} {_size(row.sent):>11} {_size(row.received):>11} "
-        f"{_size(row.received_on_node):>11} {_size(row.copied):>11} {_size(row.extra):>11}"
+        f"{row.rank:>6} {row.node or '-':>6} {size_text(row.sent):>11} {size_text(row.received):>11} "
+        f"{size_text(row.received_on_node):>11} {size_text(row.copied):>11} {size_text(row.extra):>11}"
         for row in rows
     ]
     return "\n".join(lines)
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Of so many bytes, for people."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

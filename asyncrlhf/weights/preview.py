@@ -14,10 +14,12 @@ from asyncrlhf.config.groups import MegatronTrain, RolloutTable, TorchTrain, Vll
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.weights.layout import Layout, places, without_replicas
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
-from asyncrlhf.weights.plan import describe, make_plan
+from asyncrlhf.weights.plan import describe, make_plan, size_text
+from asyncrlhf.weights.same_devices import SameDevices
 from asyncrlhf.weights.shapes import ModelShape, model_shape
 from asyncrlhf.weights.torch_layout import checkpoint_layout, fsdp_layout, replicated_layout
 from asyncrlhf.weights.vllm_layout import VllmParallel, vllm_layout
+from asyncrlhf.weights.zero_redundancy import regrouped_layout
 
 __all__ = ("plan_lines",)
 
@@ -28,29 +30,84 @@ MOST_PARTS = 60_000
 """Parameters times ranks times processes beyond which no plan is made: it would take seconds."""
 GRAIN = 128
 """Megatron's vocabulary is filled up to a multiple of it."""
+PROBLEMS = (ConfigError, OSError, KeyError, TypeError, ValueError)
+HEADER = f" {'of its rank':>12} {'of others':>11} {'to others':>11}"
 
 
-def plan_lines(tables: Mapping[str, Struct]) -> list[str]:
+def plan_lines(tables: Mapping[str, Struct], shared: Mapping[str, SameDevices] | None = None) -> list[str]:
     """For every rollout group that follows a model on several ranks: bytes that each rank and each process of its
     engines moves when all weights have changed. One line where they cannot be told, none where the model is not there
-    yet."""
+    yet. `shared`: the groups whose processes are on the devices of ranks; what each takes of its own rank and of others
+    is held against HybridFlow's formula."""
     found: list[str] = []
     for name, rollout in tables.items():
         trained = tables.get(rollout.follows) if isinstance(rollout, RolloutTable) else None
-        if not isinstance(trained, TorchTrain | MegatronTrain) or trained.ranks == 1 or trained.model is None:
+        if not isinstance(trained, TorchTrain | MegatronTrain) or trained.ranks == 1:
             continue
-        file = Path(trained.model) / "config.json"
-        if file.is_file():
-            assert isinstance(rollout, RolloutTable)
-            found.append(f"publish of groups.{rollout.follows} to groups.{name}:")
-            found += _lines(trained, rollout, file)
+        assert isinstance(rollout, RolloutTable)
+        said = f"publish of groups.{rollout.follows} to groups.{name}"
+        file = None if trained.model is None else Path(trained.model) / "config.json"
+        if file is not None and not file.is_file():
+            file = None
+        if shared is not None and name in shared:
+            found += [
+                f"{said}, whose processes are on the devices of the ranks:",
+                *_beside(trained, shared[name], file),
+            ]
+        elif file is not None:
+            found += [f"{said}:", *_lines(trained, rollout, file)]
     return found
+
+
+def _shape(trained: TorchTrain | MegatronTrain, file: Path) -> ModelShape:
+    dtype = trained.dtype if isinstance(trained, MegatronTrain) else "float32"
+    return model_shape(json.loads(file.read_bytes()), dtype)
+
+
+def _beside(trained: TorchTrain | MegatronTrain, shared: SameDevices, file: Path | None) -> list[str]:
+    """Rank by rank: where it stands in training, which process of an engine is on its device, and what that takes."""
+    grouping = shared.regrouping
+    rows, said = [""] * grouping.rank_count, ""
+    if file is not None:
+        try:
+            rows, said = _taken(trained, shared, _shape(trained, file))
+        except PROBLEMS as problem:
+            said = f"its bytes are not known: {str(problem) or type(problem).__name__}"
+    lines = [f"{'rank':>6} {'pp tp dp':>9} {'engine':>7} {'process':>8}" + (HEADER if rows[0] else "")]
+    for rank, row in list(enumerate(rows))[:MOST_ROWS]:
+        place, (pp, tp, dp) = grouping.generation(rank), grouping.training(rank)
+        process = place.pipeline * grouping.generate_tensor + place.tensor
+        lines.append(f"{rank:>6} {f'{pp:>2} {tp:>2} {dp:>2}':>9} {place.engine:>7} {process:>8}{row}")
+    left = grouping.rank_count - MOST_ROWS
+    return [f"  {line}" for line in (*lines, *([f"and {left} more"] if left > 0 else []), *([said] if said else []))]
+
+
+def _taken(trained: TorchTrain | MegatronTrain, shared: SameDevices, shape: ModelShape) -> tuple[list[str], str]:
+    """(what each rank's process takes, the formula). All data parallel copies do the same. Raises ConfigError."""
+    grouping = shared.regrouping
+    nothing = [""] * grouping.rank_count
+    if not shared.by_rank:
+        return nothing, "each process takes what it needs from one copy of each part, wherever that was put"
+    train, generate = grouping.pipeline * grouping.tensor, grouping.generate_pipeline * grouping.generate_tensor
+    part = size_text(round(grouping.received_fraction * shape.byte_count))
+    formula = f"HybridFlow's (N1 - t_g p_g) / (t_g p_g N1) = ({train} - {generate}) / ({generate} * {train}) of "
+    formula += f"{size_text(shape.byte_count)}, if all parameters divide evenly: {part} of others"
+    if len(shape.parameters()) * train * train > MOST_PARTS:
+        return nothing, formula
+    one = replace(grouping, data=1)
+    if isinstance(trained, MegatronTrain):
+        trained = replace(trained, data_parallel=1, context_parallel=1)
+    needed = regrouped_layout(shape, one, places(train))
+    near = {rank: one.nearest(rank) for rank in range(train)}
+    traffic = make_plan(_layout(trained, shape), needed, cap=BUCKET, near=near).traffic()
+    cells = [f" {size_text(row.copied):>12} {size_text(row.received):>11} {size_text(row.sent):>11}" for row in traffic]
+    stands = [grouping.training(rank) for rank in range(grouping.rank_count)]
+    return [cells[pp * grouping.tensor + tp] for pp, tp, _ in stands], formula
 
 
 def _lines(trained: TorchTrain | MegatronTrain, rollout: RolloutTable, file: Path) -> list[str]:
     try:
-        dtype = trained.dtype if isinstance(trained, MegatronTrain) else "float32"
-        shape = model_shape(json.loads(file.read_bytes()), dtype)
+        shape = _shape(trained, file)
         engines = rollout.replicas * (rollout.tensor_parallel if isinstance(rollout, VllmRollout) else 1)
         if len(shape.parameters()) * trained.ranks * engines > MOST_PARTS:
             return [f"  {shape.byte_count / (1 << 30):.1f} GiB from {trained.ranks} ranks to {engines} processes"]
@@ -61,7 +118,7 @@ def _lines(trained: TorchTrain | MegatronTrain, rollout: RolloutTable, file: Pat
         else:
             needed = checkpoint_layout(shape, engine_places)
         plan = make_plan(source, needed, cap=BUCKET)
-    except (ConfigError, OSError, KeyError, TypeError, ValueError) as problem:
+    except PROBLEMS as problem:
         return [f"  its bytes are not known: {str(problem) or type(problem).__name__}"]
     lines = describe(plan).splitlines()
     return [f"  {line}" for line in (lines if len(lines) <= MOST_ROWS + 2 else lines[:1])]

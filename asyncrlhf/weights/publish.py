@@ -1,7 +1,8 @@
 """Publishing the weights of ranks that hold them in parts: every rank puts its own where engines read them, and none
 ever has more than that.
 
-The ranks ask for it together, and wait for the slowest. Each part goes out once, from one of the ranks that have it.
+The ranks ask for it together, and wait for the slowest. Each part goes out once, from one of the ranks that have it;
+where engines are on the ranks' devices, from all that have it, since each takes it from its own.
 """
 
 from __future__ import annotations
@@ -25,12 +26,22 @@ __all__ = ("ShardPublisher",)
 class ShardPublisher:
     """One rank's side of a trainer's publishing."""
 
-    def __init__(self, transport: str, layout: Layout, rank: int, everyones: Callable[[Any], list[Any]]) -> None:
+    def __init__(
+        self,
+        transport: str,
+        layout: Layout,
+        rank: int,
+        everyones: Callable[[Any], list[Any]],
+        *,
+        replicas: bool = False,
+    ) -> None:
         """`transport`: import path of the WeightTransfer that carries the parts. `layout`: where the ranks, in their
-        order, have them. `everyones`: gives what each rank brings, by rank."""
-        self._layout, self._rank, self._everyones = without_replicas(layout), rank, everyones
+        order, have them. `everyones`: gives what each rank brings, by rank. `replicas`: each puts all that it has, also
+        what others put."""
+        once = without_replicas(layout)
+        self._layout, self._rank, self._everyones = layout if replicas else once, rank, everyones
         self._path, self._sender = transport, import_object(transport)()
-        self._holding = self._layout.holdings[rank]
+        self._holding, self._once = self._layout.holdings[rank], once.holdings[rank]
         order = {name: number for number, name in enumerate(self._layout.parameters)}
         slices = sorted(self._holding.slices, key=lambda piece: order[piece.parameter])
         self._names = tuple(dict.fromkeys(piece.tensor for piece in slices))
@@ -57,10 +68,10 @@ class ShardPublisher:
         )
 
     def _checksum(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """That of the whole parameters, to which every rank adds what it sends."""
+        """That of the whole parameters, to which one rank adds each part."""
         bad = not_finite(tensors)
         own: dict[str, int] = {}
-        for piece in () if bad else self._holding.slices:
+        for piece in () if bad else self._once.slices:
             found = region(self._local(tensors, piece.tensor), piece.offset, tuple(b - a for a, b in piece.box))
             added = partial_checksum(found, piece.box, self._layout.parameters[piece.parameter].shape)
             own[piece.parameter] = own.get(piece.parameter, 0) + added

@@ -35,6 +35,8 @@ class Receipt(msgspec.Struct, frozen=True):
     """What one rank has read."""
 
     byte_count: int
+    own_byte_count: int
+    """Part of `byte_count` that the rank itself has put, or the one whose device it is on."""
     sums: dict[str, dict[Box, int]]
     """Parameter -> rectangle -> its partial checksum, of the type in which it came."""
 
@@ -62,7 +64,7 @@ def pull(
     for move in plan.moves:
         if move.target == rank:
             wanted[move.source][move.source_tensor].append(move)
-    byte_count, sums = 0, defaultdict[str, dict[Box, int]](dict)
+    byte_count, own, sums = 0, 0, defaultdict[str, dict[Box, int]](dict)
     for source, by_tensor in wanted.items():
         if source not in payloads:
             raise PublishRefused(
@@ -82,9 +84,10 @@ def pull(
                     plan.shapes[move.parameter],
                 )
                 byte_count += move.byte_count
+                own += move.byte_count if source == rank else 0
         if missing:
             raise PublishRefused(f"version {version}: rank {source} has put no {sorted(missing)[0]}")
-    return Receipt(byte_count, dict(sums))
+    return Receipt(byte_count, own, dict(sums))
 
 
 def require_whole(receipts: Iterable[Receipt], handle: WeightHandle) -> None:

@@ -97,6 +97,11 @@ class Regrouping(Message, frozen=True):
             for _, ranks in sorted(found.items())
         )
 
+    def nearest(self, rank: int) -> tuple[int, ...]:
+        """Whom a rank takes weights from, itself first, then the others of its micro data-parallel group."""
+        group = next(group for group in self.micro_groups() if rank in group)
+        return (rank, *(other for other in group if other != rank))
+
     def micro_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that together hold, as trainers, exactly what each of them generates with."""
         found: dict[tuple[int, int, int], list[int]] = defaultdict(list)

@@ -133,10 +133,15 @@ class MemoryTaken(TorchDispatchMode):
 class ShardTrainer:
     """Ranks in threads that hold the parts of `layout`."""
 
-    def __init__(self, layout: Layout, transport: str = "asyncrlhf.weights.inproc:InprocTransfer") -> None:
+    def __init__(
+        self, layout: Layout, transport: str = "asyncrlhf.weights.inproc:InprocTransfer", *, replicas: bool = False
+    ) -> None:
         self.layout, self.size = layout, len(layout.holdings)
         self._barrier, self._said = threading.Barrier(self.size), [None] * self.size
-        self.ranks = [ShardPublisher(transport, layout, rank, self._everyones(rank)) for rank in range(self.size)]
+        self.ranks = [
+            ShardPublisher(transport, layout, rank, self._everyones(rank), replicas=replicas)
+            for rank in range(self.size)
+        ]
 
     def _everyones(self, rank: int) -> Callable[[Any], list[Any]]:
         def everyones(own: Any) -> list[Any]:

@@ -52,20 +52,23 @@ def require_probe(engine: Hosted, handle: WeightHandle) -> None:
 
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_two_processes_read_their_slices_of_what_two_ranks_train(
-    pair: Hosted, crew: Crew, model: str, sharding: str
+    host: VllmHost, crew: Crew, model: str, sharding: str
 ) -> None:
-    """Replicas (DDP) and parts (FSDP2): each process reads what the plan says, and what it answers has the log-probs
-    that the ranks compute for it, before a step and behind it."""
+    """Replicas (DDP) and parts (FSDP2), of which each process is beside one: it reads what the plan says, and what it
+    answers has the log-probs that the ranks compute for it, before a step and behind it."""
     shape = model_shape(json.loads((Path(model) / "config.json").read_bytes()), "float32")
+    beside = () if sharding == "none" else ((0,), (1,))
     source = replicated_layout(shape, places(1)) if sharding == "none" else fsdp_layout(shape, places(2))
-    expected = bytes_read(source, vllm_layout(shape, VllmParallel(tensor=2), places(2, first=2)))
+    needed = vllm_layout(shape, VllmParallel(tensor=2), places(2, first=0 if beside else 2))
+    pair, expected, own = host.make(model, tensor_parallel=2, beside=beside), *bytes_read(source, needed)
+    assert bool(beside) is all(own)
     assert max(expected) < 0.65 * shape.byte_count, "norms, and the keys and values of the one head, go to both"
     crew.become(model, 2, sharding=sharding, transport=SHARED)
     log = Log(pair)
     for version in range(2):
         weights: WeightHandle = crew.call("export", version)
         log.publish(weights, version)
-        assert pair.bytes_read == expected
+        assert (pair.bytes_read, pair.bytes_own) == (expected, own)
         require_probe(pair, weights)
         requests = make_requests(6, max_tokens=10, stops=(), prefix=f"v{version}-")
         samples = log.run(requests)
@@ -75,9 +78,11 @@ def test_two_processes_read_their_slices_of_what_two_ranks_train(
         assert crew.step(make_batch(seed=version), PolicyLoss()).applied
 
 
-def bytes_read(source: Layout, destination: Layout) -> tuple[int, ...]:
+def bytes_read(source: Layout, destination: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each process, and what of it comes from the rank that it is beside."""
     first = destination.holdings[0].place.rank
-    return tuple(row.received for row in make_plan(source, destination, cap=1 << 30).traffic() if row.rank >= first)
+    rows = [row for row in make_plan(source, destination, cap=1 << 30).traffic() if row.rank >= first]
+    return tuple(row.received + row.copied for row in rows), tuple(row.copied for row in rows)
 
 
 def test_two_processes_go_on_across_publishes_a_sleep_and_weights_that_are_refused(

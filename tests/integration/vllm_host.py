@@ -130,6 +130,10 @@ class Hosted(GenerateEngine):
         return self._call("bytes_read")
 
     @property
+    def bytes_own(self) -> tuple[int, ...]:
+        return self._call("bytes_own")
+
+    @property
     def asleep(self) -> bool:  # type: ignore[override]
         return self._call("asleep")
 

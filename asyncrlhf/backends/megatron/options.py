@@ -57,6 +57,8 @@ class MegatronOptions(Table, frozen=True, kw_only=True):
     off_policy_cap: Cap = 2.0
     transport: str = INPROC
     """Import path of the WeightTransfer that publishes the weights."""
+    put_replicas: bool = False
+    """Every rank puts all that it has, also what others put: engines on its device take it from there."""
 
     @property
     def ranks(self) -> int:

@@ -55,7 +55,9 @@ class MegatronTrainer(MegatronEngine, TrainEngine):
             self._optimizer = Optimizer(self._model, self.options.optimizer)
         self._catalogue = Catalogue(self._model)
         layout = layout_of(self._catalogue, self.options.dtype)
-        self._publisher = ShardPublisher(self.options.transport, layout, world.rank, world.everyones)
+        self._publisher = ShardPublisher(
+            self.options.transport, layout, world.rank, world.everyones, replicas=self.options.put_replicas
+        )
 
     def _held(self) -> Iterator[Tensor]:
         yield from super()._held()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -23,9 +23,17 @@ class Arrivals:
     """Reads slices where there is a table of them, and whole parameters through the model's own loaders otherwise:
     those cut and fuse what arrives."""
 
-    def __init__(self, model: nn.Module, device: torch.device, directory: Path, rank: int, ranks: int) -> None:
-        """`directory`: where the model was loaded from, by worker `rank` of `ranks`. Raises ConfigError if it names no
-        shapes to check by."""
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        directory: Path,
+        rank: int,
+        ranks: int,
+        beside: Sequence[Sequence[int]],
+    ) -> None:
+        """`directory`: where the model was loaded from, by worker `rank` of `ranks`. `beside`: see VllmOptions. Raises
+        ConfigError if the directory names no shapes to check by."""
         self._model, self._device = model, device
         self._shapes = dict(shapes_in(directory))
         if not self._shapes:
@@ -36,7 +44,7 @@ class Arrivals:
         self._parameters = dict(model.named_parameters())
         self._shapes_here = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._spare = self._allocated()
-        self.slices = Slices.of(directory, self._parameters, rank, ranks)
+        self.slices = Slices.of(directory, self._parameters, rank, ranks, beside)
         """None: no table."""
         self._transports: dict[str, WeightTransfer] = {}
 

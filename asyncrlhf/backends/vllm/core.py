@@ -78,7 +78,9 @@ class Core:
         )
         try:
             built = arguments.create_engine_config()
-            self._core = EngineCore(built, _with_second_weights(Executor.get_class(built)), log_stats=False)
+            self._core = EngineCore(
+                built, _with_second_weights(Executor.get_class(built), options.beside), log_stats=False
+            )
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(f"vLLM cannot serve model = {options.model!r} as configured: {error}") from error
         self._numbers = itertools.count()
@@ -132,14 +134,14 @@ class Core:
         self._core.shutdown()
 
 
-def _with_second_weights(kind: type[Executor]) -> type[Executor]:
+def _with_second_weights(kind: type[Executor], beside: Sequence[Sequence[int]]) -> type[Executor]:
     """Its workers hold the second set of weights as soon as they have loaded the first: before vLLM measures how much
     of a GPU is left for the KV cache."""
 
     class WithSecondWeights(kind):
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **settings)
-            for reason in self.collective_rpc("asyncrlhf_reserve"):
+            for reason in self.collective_rpc("asyncrlhf_reserve", args=(beside,)):
                 if reason:
                     self.shutdown()
                     raise ValueError(reason)

@@ -47,6 +47,8 @@ class VllmSampler(GenerateEngine):
         self._checksum: int | None = None
         self.bytes_read: tuple[int, ...] = ()
         """Of the weights that came last, by each worker; empty where they are loaded whole."""
+        self.bytes_own: tuple[int, ...] = ()
+        """Part of `bytes_read` that comes from the rank on whose device the worker is."""
         self._relay = SharedMemoryTransfer()
         self._transports: dict[str, WeightTransfer] = {}
         self._salt = ""
@@ -180,7 +182,13 @@ class VllmSampler(GenerateEngine):
         receipts = [answer for answer in answers if isinstance(answer, Receipt)]
         if receipts:
             require_whole(receipts, weights)
+        before = self.bytes_own
         self.bytes_read = tuple(receipt.byte_count for receipt in receipts)
+        self.bytes_own = tuple(receipt.own_byte_count for receipt in receipts)
+        if self.options.beside and self.bytes_own != before:
+            for near, receipt in zip(self.options.beside, receipts, strict=False):
+                own, rest = receipt.own_byte_count, receipt.byte_count - receipt.own_byte_count
+                print(f"weights: {own} bytes of rank {near[0]}, on its device, and {rest} of others", flush=True)
 
     def _within_reach(self, weights: WeightHandle) -> WeightHandle:
         """Weights that processes which vLLM has started can read, too: Ray, say, does not know them, and what is on

@@ -38,6 +38,16 @@ class VllmOptions(Table, frozen=True, kw_only=True):
     """On GPUs: neither compile the model nor capture it in CUDA graphs. CPUs compute eagerly anyway."""
     transport: str
     """Import path of the WeightTransfer that brings the weights."""
+    beside: tuple[tuple[int, ...], ...] = ()
+    """For each process the ranks of the trainer from which it takes weights before it asks others: first the one on
+    whose device it is. Empty: none is nearer than others."""
+
+    def __post_init__(self) -> None:
+        if self.beside and len(self.beside) != self.tensor_parallel:
+            raise ConfigError(
+                f"beside = {self.beside} has the nearest ranks of {len(self.beside)} processes, and tensor_parallel = "
+                f"{self.tensor_parallel}; name as many"
+            )
 
 
 def require_vllm(key: str, runtime: str) -> None:

@@ -12,7 +12,7 @@ again from the next `prepare` on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,15 @@ class WeightsExtension:
 
     _asyncrlhf_arrivals: Arrivals
 
-    def asyncrlhf_reserve(self) -> str:
-        """Allocate the second set. Gives the reason if there is no room for it, or no shapes to check it by."""
+    def asyncrlhf_reserve(self, beside: Sequence[Sequence[int]]) -> str:
+        """Allocate the second set; `beside`: see VllmOptions. Gives the reason if there is no room for it, or no shapes
+        to check it by."""
         model, directory = self.model_runner.get_model(), Path(self.model_runner.model_config.model)
         group = get_tp_group()
         try:
-            self._asyncrlhf_arrivals = Arrivals(model, self.device, directory, group.rank_in_group, group.world_size)
+            self._asyncrlhf_arrivals = Arrivals(
+                model, self.device, directory, group.rank_in_group, group.world_size, beside
+            )
         except ConfigError as refusal:
             return str(refusal)
         except torch.OutOfMemoryError as error:
