@@ -48,15 +48,16 @@ def check(config: Config) -> str:
         max_staleness=config.max_staleness,
         engines=stage.wiring.engines.values(),
     )
-    moved = [transport_line(config)] if stage.wiring.of_role("rollout") else []
-    moved += plan_lines(stage.wiring.engines, same_devices(config, stage.wiring))
+    moved = plan_lines(stage.wiring.engines, same_devices(config, stage.wiring))
     shared = stage.arrangement
     in_turn = {} if shared is None else {part.name: part.members for part in shared.sets if part.turns}
     have = device_memory() if engines_are_here(config) else None
     memory = memory_warnings(config.pools, stage.wiring.engines, in_turn, have)
     advice = [f"warning: {text}" for text in (*warnings(facts), *memory)]
     sets = [] if shared is None else set_lines(shared, stage.wiring.engines, config.lookahead or 0)
-    facts_lines = [*derive(config, in_turn=stage.in_turn).lines(), *sets, *pool_lines(config, engines), *moved, *advice]
+    ways = [transport_line(config)] if stage.wiring.of_role("rollout") else []
+    derived = derive(config, in_turn=stage.in_turn).lines()
+    facts_lines = [*derived, *ways, *sets, *pool_lines(config, engines), *moved, *advice]
     return f"{stage.text}\n" + "\n".join(facts_lines)
 
 
