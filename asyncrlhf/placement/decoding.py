@@ -36,7 +36,7 @@ class _Lease:
 def fit_decode(
     busy: Sequence[EngineBusy], rollout: str, sampled: Sequence[Sampled], popped: Sequence[Popped], answers: int
 ) -> tuple[tuple[float, float], bool]:
-    """(o0, o1), and whether the run tells them apart; if not, their ratio is the usual one, and the busy seconds are kept.
+    """(o0, o1), and whether the run tells them apart; if not, their ratio is the usual one, and busy seconds are kept.
 
     For every lease the steps of its longest answer are known; those that its engine can have done meanwhile are the
     integral of dt / (o0 + o1 * active). Their ratio decides how well the two agree; the scale follows from it.
