@@ -52,7 +52,7 @@ def chosen(
             if name in groups and isinstance(models.get(name), RolloutTable | Trained) and layout.dp > 1:
                 groups[name].setdefault(key, layout.dp)
     text = (
-        f"{best.strategy.label}, by formula (about {best.step:.1g} s per train step, an estimate that nothing was "
+        f"{best.strategy.label}, by formula (about {best.step:.3g} s per train step, an estimate that nothing was "
         "measured for); to predict from measurements: run some 20 train steps, then plan --calibrate RUN_DIR"
     )
     return replace(config, groups=groups, placement=wanted), text

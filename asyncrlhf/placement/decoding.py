@@ -36,7 +36,7 @@ class _Lease:
 def fit_decode(
     busy: Sequence[EngineBusy], rollout: str, sampled: Sequence[Sampled], popped: Sequence[Popped], answers: int
 ) -> tuple[tuple[float, float], bool]:
-    """(o0, o1), and whether the run tells them apart; if not, their ratio is the usual one.
+    """(o0, o1), and whether the run tells them apart; if not, their ratio is the usual one, and busy seconds are kept.
 
     For every lease the steps of its longest answer are known; those that its engine can have done meanwhile are the
     integral of dt / (o0 + o1 * active). Their ratio decides how well the two agree; the scale follows from it.
@@ -61,8 +61,9 @@ def fit_decode(
     error, scale = errors[best]
     if error <= CLEAR * min(errors[0.0][0], errors[math.inf][0]):
         return (scale, scale * best), True
-    scale = load.error(1 / USUAL)[1]
-    return (scale, scale / USUAL), False
+    seconds = sum(end - start for start, end in slices)
+    base = seconds / max(1e-12, tokens * (1 / max(1.0, load.mean_active) + 1 / USUAL))
+    return (base, base / USUAL), False
 
 
 def _leases(sampled: Sequence[Sampled], popped: Sequence[Popped], answers: int) -> list[_Lease]:
@@ -96,6 +97,12 @@ class _Load:
             (bisect_right(times, lease.begin) - 1, bisect_right(times, lease.end) - 1, lease.longest)
             for lease in leases[-LEASES:]
         ]
+
+    @property
+    def mean_active(self) -> float:
+        """Answers of a decode step, on average over the busy seconds."""
+        spans = [(a, seconds) for a, seconds in zip(self._active, self._busy, strict=False) if a > 1e-9]
+        return sum(a * seconds for a, seconds in spans) / max(1e-12, sum(seconds for _, seconds in spans))
 
     def error(self, ratio: float) -> tuple[float, float]:
         """Squared error of the leases' steps if o1 = ratio * o0, and the o0 (with an infinite ratio: the o1) at which

@@ -230,7 +230,7 @@ def _measure(
     published = [event for event in events if isinstance(event, Published) and event.t >= since]
     weights = max((event.byte_count for event in published), default=0)
     turning = measured_turning(events, since, trained) if shared else usual_turning(weights)
-    costs = [_number(row, "time/step") - _number(row, "time/checkpoint") for row in steady]
+    costs = [_number(row, "time/step") for row in steady]
     training = [
         max(0.0, cost - _number(row, "time/wait_batch") - _number(row, "time/exposed_sync") - turning.to_train * shared)
         for row, cost in zip(steady, costs, strict=True)

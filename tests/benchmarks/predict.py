@@ -76,7 +76,7 @@ SETTINGS = {
     "late": ["K=0", "K=4", "batch=8", "rewards=4", "alternating", "colocate"],
     "tails": ["K=0", "K=4", "K=8", "batch=8", "rewards=0.5", "alternating"],
 }
-ROUNDS = {"common": 2, "late": 2, "tails": 1}
+ROUNDS = {"common": 2, "late": 1, "tails": 1}
 STEPS = {"common": 24, "late": 24, "tails": 30}
 STRATEGIES = {"K=0": "synchronous", "K=1": "async K=1", "K=4": "async K=4", "K=8": "async K=8"}
 """Settings that are ranked, besides those that take turns."""

@@ -2,8 +2,9 @@
 calibration and simulation against numbers of a real machine. Nothing is timed here.
 
 recorded/*.json are written by `python -m tests.benchmarks.predict --workload <name> --record FILE` (2 cores of an AMD
-EPYC, other processes beside it at a thousandth of its weight): a calibration at K = 1, and the median steady step of
-every other setting of that round.
+EPYC, other processes beside it at a hundredth of its weight): a calibration at K = 1, and the median steady step of
+every other setting of that round. Of `tails` nothing was used to make the simulator; the usual costs of a change of
+turns and of a decode step were chosen with runs of `common`, this one among them.
 """
 
 from __future__ import annotations
