@@ -1,22 +1,34 @@
 """A checksum of all parameter bytes that a trainer and every engine that follows it compute alike, on their device.
 
-It is a sum, mod 2^64, in which every word of 8 bytes has an odd factor of its place, so that parts add up whoever has
-them. The upper half of a word is added to the lower one before: alone, its highest bit times an odd factor would be the
-same number wherever it is, and two changes of sign would go unseen. Where rows are not made of whole words, and in
-vectors, every element is a word.
+A tensor is cut, flat, into words of 8 bytes, and those into blocks. With x_k the word at place k of a block, read as a
+number, and w_k an odd number of that place, a block of n words and a tensor of m blocks and c elements have
+
+    block = sum over k of w_k * (x_k + (x_k >> 33))                                                   mod 2^64
+    tensor = sum over i of block_i * BASE^(m - 1 - i)  +  c * BASE^m                                  mod 2^64
+
+which is linear in every bit, so that parts add up whoever has them. The upper half of a word is added to the lower one
+before: alone, its highest bit times an odd number would be the same wherever it is, and two changes of sign would go
+unseen. By 33 and not 32 bits, so that the highest bits of both halves do not cancel either. Where rows are not made of
+whole words, and in vectors, every element is a word.
+
+On CPUs the threads of a small pool take blocks in turn, as many as this process may use CPUs: they copy one, and sum it
+up while it is in the cache. Who asks works as well, and waits for those that have begun.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,17 +40,33 @@ __all__ = ("checksum", "combine", "copy_and_checksum", "partial_checksum", "requ
 
 WORD = 8
 """Bytes."""
-PIECE = 1 << 20
-"""Bytes that are copied, and then summed up while they are in a CPU's cache."""
-BLOCK = 1 << 17
-"""Words that are weighted together."""
-BLOCKS_AT_ONCE = 256
+BLOCK = 1 << 16
+"""Words that are weighted together: where they come from, where they go, and their numbers are in a cache at once."""
+BLOCKS_AT_ONCE = 512
 """Blocks per kernel on a GPU, where launches cost more than cache misses."""
+SHIFT = 33
+THREADS = 4
+"""Memory is not faster for more."""
 _MASK = (1 << 64) - 1
 _BASE = 0xD6E8FEB86659FD93
 _own = threading.local()
 """Memory of a block for each thread: to allocate it anew costs more than to use it."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Words = npt.NDArray[np.int64]
+
+
+class _Cell(NamedTuple):
+    """Words that are weighted at once: rows of one block, or one row of whole blocks."""
+
+    row: int
+    rows: int
+    begin: int
+    end: int
+    block: int
+    blocks: int
+    place: int
+    """Of the first word in its block."""
 
 
 def checksum(weights: Mapping[str, Tensor]) -> int:
@@ -78,9 +106,11 @@ def tensor_checksum(tensor: Tensor) -> int:
 def partial_checksum(tensor: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> int:
     """What `tensor`, the rectangle `box` of a tensor of `shape`, adds to the checksum of the latter: over rectangles
     that cover it once the sum, mod 2^64, is its `tensor_checksum`."""
-    grain = _grain(shape, tensor.element_size())
-    words = _words_of(tensor.detach(), grain, box[-1][0] if box else 0)
-    return _weighted(words, grain, tensor.numel(), box, shape)
+    grain, first = _grain(shape, tensor.element_size()), box[-1][0] if box else 0
+    words = _words(tensor, grain)
+    if words is None or first % grain or not _lies_in_stretches(words, box, shape):
+        words = _filled_up(tensor, grain, first)
+    return _weighted(words, None, grain, tensor.numel(), box, shape)
 
 
 @torch.no_grad()
@@ -93,20 +123,13 @@ def copy_and_checksum(source: Tensor, target: Tensor, box: Sequence[tuple[int, i
         target.copy_(arrived)
         return partial_checksum(arrived, box, shape)
     grain = _grain(shape, target.element_size())
-    rows = PIECE * len(target) // target.nbytes if target.dim() == 2 and target.nbytes else 0
-    words = _words(target, grain) if 0 < rows < len(target) and not box[-1][0] % grain else None
-    if words is None or target.device.type != "cpu" or source.device.type != "cpu":
-        target.copy_(source)
-        return partial_checksum(target, box, shape)
-    integers = _INTEGERS[target.element_size()]
-    here, there = (tensor.detach().view(integers).numpy() for tensor in (source, target))
-    total, (low, high), columns = 0, box[0], len(there[0])
-    for first in range(low, high, rows):
-        last = min(first + rows, high)
-        piece = slice(first - low, last - low)
-        np.copyto(there[piece], here[piece])  # for pieces of this size faster than torch's
-        total += _weighted(words[piece], grain, (last - first) * columns, ((first, last), box[1]), shape)
-    return total & _MASK
+    if target.device.type == source.device.type == "cpu" and box and not box[-1][0] % grain:
+        here, there = _words(source, grain), _words(target, grain)
+        if all(words is not None and _lies_in_stretches(words, box, shape) for words in (here, there)):
+            assert there is not None
+            return _weighted(there, here, grain, target.numel(), box, shape)
+    target.copy_(source)
+    return partial_checksum(target, box, shape)
 
 
 def _grain(shape: Sequence[int], size: int) -> int:
@@ -114,86 +137,128 @@ def _grain(shape: Sequence[int], size: int) -> int:
     return WORD // size if len(shape) > 1 and not shape[-1] * size % WORD else 1
 
 
-def _words_of(tensor: Tensor, grain: int, first: int) -> Tensor:
-    """The words, int64 [..., words of a row], of a tensor whose rows begin with element `first`, 0 where they lie
-    outside of it; its elements where they are the words."""
-    bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+def _words(tensor: Tensor, grain: int) -> Tensor | None:
+    """A view of the words, int64 [..., words of a row], or of the elements where they are the words; None where memory
+    does not lie so that there is one."""
+    bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
     if grain == 1:
         return bits
-    before, after = first % grain, -(first + bits.shape[-1]) % grain
-    words = None if before or after else _words(bits, grain)
-    return F.pad(bits, (before, after)).view(torch.int64) if words is None else words
+    *strides, last = tensor.stride()
+    lengths = (tensor.shape[-1], tensor.storage_offset(), *strides)
+    return bits.view(torch.int64) if last == 1 and not any(length % grain for length in lengths) else None
 
 
-def _words(tensor: Tensor, grain: int) -> Tensor | None:
-    """A view of the words, int64 [..., words of a row]; None where memory does not lie so that there is one."""
-    size = tensor.element_size()
-    aligned = tensor.is_contiguous() and not tensor.shape[-1] % grain and not grain * size % WORD
-    return tensor.view(torch.int64) if aligned and not tensor.storage_offset() * size % WORD else None
+def _filled_up(tensor: Tensor, grain: int, first: int) -> Tensor:
+    """The words of a copy of a tensor whose rows begin with element `first`; what lies outside of it is 0."""
+    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+    return F.pad(bits, (first % grain, -(first + bits.shape[-1]) % grain)).view(torch.int64) if grain > 1 else bits
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """What gets factors, int64, until the next call: elements of less than 8 bytes as they are, of words the halves
-    added. BLOCK at most on a CPU."""
-    if words.device.type != "cpu":
-        return (words >> 32).add_(words) if words.dtype == torch.int64 else words.to(torch.int64)
-    if not hasattr(_own, "scratch"):
-        _own.scratch = torch.empty(BLOCK, dtype=torch.int64)
-    mixed: Tensor = _own.scratch[: words.numel()].view(words.shape)
-    if words.dtype != torch.int64:
-        return mixed.copy_(words)
-    here, there = words.numpy(), mixed.numpy()  # for blocks of this size faster than torch's
-    np.add(np.right_shift(here, 32, out=there), here, out=there)
-    return mixed
+def _lies_in_stretches(words: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
+    """Whether what is unbroken in the whole tensor is unbroken in the memory of this rectangle of it."""
+    rows = words.dim() == 2 and words.stride(1) == 1 and box[1] != (0, shape[1])
+    return rows or words.is_contiguous()
 
 
-def _weighted(words: Tensor, grain: int, count: int, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> int:
-    """The partial checksum of the rectangle that these are the words of; it has `count` elements."""
+def _weighted(
+    words: Tensor, source: Tensor | None, grain: int, count: int, box: Sequence[tuple[int, int]], shape: Sequence[int]
+) -> int:
+    """The partial checksum of the rectangle that these are the words of, on a CPU after it was filled from `source`; it
+    has `count` elements."""
     if grain > 1:
         box = (*box[:-1], (box[-1][0] // grain, -(-box[-1][1] // grain)))
         shape = (*shape[:-1], shape[-1] // grain)
-    weights, last = _weights(str(words.device)), math.prod(shape) // BLOCK
-    if words.device.type == "cpu" and words.numel() == math.prod(shape) <= BLOCK:  # all of a tensor, and one block
-        value = int(torch.dot(_mixed(words.reshape(-1)), weights[: words.numel()]))
-        return (count * pow(_BASE, last + 1, 1 << 64) + value * pow(_BASE, last, 1 << 64)) & _MASK
     starts, length, pitch, together = _stretches(box, shape)
-    bits = words.reshape(len(starts), length)
-    step = 1 if words.device.type == "cpu" else BLOCKS_AT_ONCE
-    sums: list[Tensor] = []
-    blocks: list[int] = []
+    last = math.prod(shape) // BLOCK
+    table = words.reshape(len(starts), length)
+    total = count * pow(_BASE, last + 1, 1 << 64)
+    if words.device.type != "cpu":
+        return (
+            total + _on_device(table, list(_cells(starts, length, pitch, together, BLOCKS_AT_ONCE)), pitch, last)
+        ) & _MASK
+    there = table.numpy()
+    here = None if source is None else source.reshape(len(starts), length).numpy()
+    factors = _weights("cpu").numpy()
 
-    def add(part: Tensor, factors: Tensor, first: int, rows: int = 1) -> None:
-        """`rows` rows for as many blocks, or all of `part` for the one block."""
-        if part.dim() == 1 and part.device.type == "cpu":
-            sums.append(torch.dot(_mixed(part), factors).view(1))
+    def value(cell: _Cell) -> int:
+        return _value(there, here, factors, cell, pitch) * pow(_BASE, last - cell.block, 1 << 64)
+
+    return (total + _shared(list(_cells(starts, length, pitch, together, 1)), value)) & _MASK
+
+
+def _value(there: Words, here: Words | None, factors: Words, cell: _Cell, pitch: int) -> int:
+    """The weighted sum of a cell of one block, after it was copied."""
+    part = there[cell.row : cell.row + cell.rows, cell.begin : cell.end]
+    if here is not None:
+        np.copyto(part, here[cell.row : cell.row + cell.rows, cell.begin : cell.end])
+    if not hasattr(_own, "scratch"):
+        _own.scratch = np.empty(BLOCK, np.int64)
+    mixed: Words = _own.scratch[: part.size].reshape(part.shape)
+    if part.dtype == np.int64:
+        np.add(np.right_shift(part, SHIFT, out=mixed), part, out=mixed)
+    else:
+        np.copyto(mixed, part)
+    numbers = np.ndarray(part.shape, np.int64, factors, WORD * cell.place, (WORD * pitch, WORD))
+    return int(np.einsum("rc,rc->", mixed, numbers))
+
+
+def _on_device(table: Tensor, cells: Sequence[_Cell], pitch: int, last: int) -> int:
+    """The same for all cells, with one wait for the device."""
+    factors, sums, powers = _weights(str(table.device)), list[Tensor](), list[int]()
+    for cell in cells:
+        part = table[cell.row : cell.row + cell.rows, cell.begin : cell.end]
+        mixed = (part >> SHIFT).add_(part) if part.dtype == torch.int64 else part.to(torch.int64)
+        if cell.blocks > 1:
+            sums.append(mixed.view(cell.blocks, BLOCK).mul_(factors).sum(1))
         else:
-            products = _mixed(part).mul_(factors)
-            sums.append(products.sum(1) if rows > 1 else products.sum().view(1))
-        blocks.extend(range(first, first + rows))
+            sums.append(mixed.mul_(factors.as_strided(part.shape, (pitch, 1), cell.place)).sum().view(1))
+        powers.extend(range(last - cell.block, last - cell.block - cell.blocks, -1))
+    values = cast("list[int]", torch.cat(sums).tolist() if sums else [])
+    return sum(value * pow(_BASE, power, 1 << 64) for value, power in zip(values, powers, strict=True))
 
+
+def _cells(starts: Sequence[int], length: int, pitch: int, together: int, most: int) -> Iterator[_Cell]:
+    """Of stretches as `_stretches` gives them; `most` blocks at once."""
     row = 0
     while row < len(starts):
         block, place = divmod(starts[row], BLOCK)
         if place + length <= BLOCK:
             rows = min(together - row % together, (BLOCK - place - length) // max(pitch, 1) + 1)
-            part, factors = bits[row : row + rows], weights.as_strided((rows, length), (pitch, 1), place)
-            add(part[0] if rows == 1 else part, factors[0] if rows == 1 else factors, block)
+            yield _Cell(row, rows, 0, length, block, 1, place)
             row += rows
             continue
-        run, row = bits[row], row + 1
-        if place:
-            add(run[: BLOCK - place], weights[place:], block)
-            run, block = run[BLOCK - place :], block + 1
-        whole = len(run) // BLOCK
-        table = run[: whole * BLOCK].view(whole, BLOCK)
-        for first in range(0, whole, step):
-            part = table[first : first + step]
-            add(part[0] if len(part) == 1 else part, weights, block + first, len(part))
-        if rest := len(run) - whole * BLOCK:
-            add(run[whole * BLOCK :], weights[:rest], block + whole)
-    found = cast("list[int]", (torch.cat(sums) if len(sums) > 1 else sums[0]).tolist()) if sums else []
-    terms = [(last + 1, count), *((last - block, value) for block, value in zip(blocks, found, strict=True))]
-    return sum(value * pow(_BASE, power, 1 << 64) for power, value in terms) & _MASK
+        begin = 0
+        while begin < length:
+            block, place = divmod(starts[row] + begin, BLOCK)
+            blocks = 1 if place else max(1, min(most, (length - begin) // BLOCK))
+            end = min(begin + blocks * BLOCK - place, length)
+            yield _Cell(row, 1, begin, end, block, blocks, place)
+            begin = end
+        row += 1
+
+
+def _shared(cells: Sequence[_Cell], value: Callable[[_Cell], int]) -> int:
+    """The sum over all cells, which this thread and those of the pool take in turn."""
+    todo = iter(cells)  # a list's: next() is one step of the interpreter
+
+    def share() -> int:
+        return sum(value(cell) for cell in todo)
+
+    helpers = min(THREADS, len(os.sched_getaffinity(0)), len(cells) // 2) - 1
+    others = [_pool().submit(share) for _ in range(helpers)]
+    try:
+        total = share()
+    finally:
+        found = [other.result() for other in others if not other.cancel()]
+    return total + sum(found)
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS - 1, "checksum")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def _stretches(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[list[int], int, int, int]:

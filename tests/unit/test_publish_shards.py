@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from asyncrlhf.messages import ParallelLayout, WeightHandle, import_object
 from asyncrlhf.weights import checksum as checksums
 from asyncrlhf.weights.checksum import checksum, copy_and_checksum, partial_checksum, tensor_checksum
 from asyncrlhf.weights.inproc import InprocTransfer
-from asyncrlhf.weights.layout import Layout, full_box, places, without_replicas
+from asyncrlhf.weights.layout import Box, Layout, full_box, places, without_replicas
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
 from asyncrlhf.weights.parts import joined
 from asyncrlhf.weights.publish import ShardPublisher
@@ -38,6 +40,57 @@ from tests.integration.reshard_scene import (
 INPROC = "asyncrlhf.weights.inproc:InprocTransfer"
 
 
+@contextmanager
+def blocks_of(words: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checksums, "BLOCK", words)
+        patched.setattr(checksums, "_own", threading.local())
+        checksums._weights.cache_clear()
+        yield
+    checksums._weights.cache_clear()
+
+
+def reference(tensor: Tensor) -> int:
+    """As the module's page defines it, word by word."""
+    size = tensor.element_size()
+    elements = cast("list[int]", tensor.view(checksums._INTEGERS[size]).view(-1).tolist())
+    words = elements
+    if tensor.dim() > 1 and not tensor.shape[-1] * size % 8:
+        words = [
+            int.from_bytes(b"".join(each.to_bytes(size, "little", signed=True) for each in word), "little", signed=True)
+            for word in zip(*[iter(elements)] * (8 // size), strict=True)
+        ]
+        words = [word + (word >> 33) for word in words]
+    weights = cast("list[int]", checksums._weights("cpu").tolist())
+    total = 0
+    for first in range(0, len(words) // checksums.BLOCK * checksums.BLOCK + 1, checksums.BLOCK):
+        block = sum(
+            weight * word for weight, word in zip(weights, words[first : first + checksums.BLOCK], strict=False)
+        )
+        total = total * checksums._BASE + block
+    return (total + len(elements) * checksums._BASE ** (len(words) // checksums.BLOCK + 1)) % (1 << 64)
+
+
+def as_on_a_gpu(tensor: Tensor, box: Box, shape: Sequence[int]) -> int:
+    """The partial checksum by the operations that run on GPUs."""
+    found: list[int] = []
+
+    def instead(words: Tensor, source: Tensor | None, grain: int, count: int, *where: Sequence[Any]) -> int:
+        inner, outer = (list(side) for side in where)
+        if grain > 1:
+            low, high = inner[-1]
+            inner[-1], outer[-1] = (low // grain, -(-high // grain)), outer[-1] // grain
+        starts, length, pitch, together = checksums._stretches(inner, outer)
+        last = torch.Size(outer).numel() // checksums.BLOCK
+        cells = list(checksums._cells(starts, length, pitch, together, 3))
+        found.append(checksums._on_device(words.reshape(len(starts), length), cells, pitch, last))
+        return found[-1] + count * checksums._BASE ** (last + 1)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checksums, "_weighted", instead)
+        return partial_checksum(tensor, box, shape) % (1 << 64)
+
+
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
@@ -56,11 +109,7 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
         at = min(cut, shape[dim])
         sides = [side for side in ((0, at), (at, shape[dim])) if side[0] < side[1]]
         boxes = [(*box[:dim], side, *box[dim + 1 :]) for box in boxes for side in sides]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(checksums, "BLOCK", block)
-        patched.setattr(checksums, "_own", threading.local())
-        patched.setattr(checksums, "PIECE", 64)
-        checksums._weights.cache_clear()
+    with blocks_of(block):
         regions = [tuple(slice(*side) for side in box) for box in boxes]
         expected, copy = tensor_checksum(whole), torch.empty_like(whole)
         parts = [partial_checksum(whole[region], box, shape) for region, box in zip(regions, boxes, strict=True)]
@@ -68,9 +117,10 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
             copy_and_checksum(whole[region], copy[region], box, shape)
             for region, box in zip(regions, boxes, strict=True)
         ]
-    checksums._weights.cache_clear()
-    assert sum(parts) % (1 << 64) == expected
-    assert copied == parts
+        on_device = [as_on_a_gpu(whole[region], box, shape) for region, box in zip(regions, boxes, strict=True)]
+        by_definition = reference(whole)
+    assert sum(parts) % (1 << 64) == expected == by_definition
+    assert copied == parts == on_device
     assert torch.equal(copy, whole)
 
 
@@ -78,7 +128,7 @@ def test_checksums_are_the_same_everywhere() -> None:
     """On machines with other processors, and with a block that is whole and a rest."""
     assert tensor_checksum(torch.arange(5.0)) == 5850125558293328863
     large = torch.arange(1_200_000, dtype=torch.float32).to(torch.bfloat16).view(4000, 300)
-    assert tensor_checksum(large) == 6855866763097111605
+    assert tensor_checksum(large) == 3111718530347110125
 
 
 def negate(table: Tensor, columns: slice) -> Tensor:
@@ -146,6 +196,47 @@ def test_a_checksum_sees_two_signs_that_change_opposite_ways(places: list[int], 
     changed = table.clone()
     changed[row] *= -1
     assert tensor_checksum(changed) != tensor_checksum(table)
+
+
+@given(
+    signs=st.lists(st.booleans(), min_size=64, max_size=64),
+    flips=st.sets(st.integers(0, 63), min_size=1, max_size=12),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    columns=st.sampled_from([8, 16, 64, 1]),
+)
+@settings(max_examples=150)
+def test_a_checksum_sees_any_signs_that_change_where_only_signs_differ(
+    signs: list[bool], flips: set[int], dtype: torch.dtype, columns: int
+) -> None:
+    """No lower bit tells anything: of both halves of a word, of words of a row, and of rows."""
+    table = torch.where(torch.tensor(signs), 1.0, -1.0).to(dtype)
+    changed = table.clone()
+    changed[sorted(flips)] *= -1
+    assert tensor_checksum(changed.view(-1, columns)) != tensor_checksum(table.view(-1, columns))
+
+
+@pytest.mark.parametrize("low", [0, 1, 2, 4])
+def test_what_is_copied_into_a_part_of_something_wider_is_all_there(low: int) -> None:
+    """Also where its memory has gaps that the parameter does not have, and begins within a word."""
+    arrived, memory = torch.randn(40, 16, generator=torch.Generator().manual_seed(1)), torch.zeros(48, 24)
+    place = memory[4:44, low : low + 16]
+    with blocks_of(32):
+        added = copy_and_checksum(arrived, place, full_box(arrived.shape), arrived.shape)
+        assert added == tensor_checksum(arrived)
+    assert torch.equal(place, arrived)
+    assert memory.count_nonzero() == arrived.count_nonzero()
+
+
+@pytest.mark.parametrize("processors", [{0}, {0, 1, 2, 3, 4, 5}])
+def test_a_checksum_does_not_depend_on_how_many_processors_there_are(
+    processors: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: processors)
+    table = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
+    with blocks_of(64):
+        copy = torch.empty_like(table)
+        assert copy_and_checksum(table, copy, full_box(table.shape), table.shape) == reference(table)
+    assert torch.equal(copy, table)
 
 
 def received(handle: WeightHandle) -> dict[str, Tensor]:
