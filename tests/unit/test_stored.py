@@ -233,3 +233,15 @@ def test_a_train_step_whose_rollout_is_lost_ends_as_a_lost_engine_does() -> None
     assert isinstance(run.error, DataLost)
     assert isinstance(run.error, EngineLost)
     assert 7 not in [uid for _, uids in run.batches for uid in uids]
+
+
+@pytest.mark.parametrize("kind", [tuple, list, np.array], ids=["tuples", "lists", "arrays"])
+def test_the_rows_of_a_column_are_what_was_given(kind: Any) -> None:
+    """Also where they become parts of one array, and one of them is empty."""
+    given = [(0.1, 2.0), (), (3.0,)]
+    found = column_of("token", [kind(row) for row in given]).fetch()
+    assert [row.dtype for row in found] == [np.float32] * 3
+    assert [row.tolist() for row in found] == [np.float32(row).tolist() for row in given]
+    ids = sequence_column([(1,), (2, 3), ()], [kind(row) for row in ((4, 5), (6,), (7,))]).fetch()
+    assert [row.dtype for row in ids] == [np.int32] * 3
+    assert [row.tolist() for row in ids] == [[1, 4, 5], [2, 3, 6], [7]]
