@@ -83,7 +83,8 @@ class MegatronEngine(TorchEngine):
                 [t for t in some if t.device.type != "cpu"] for some in (self._held(), self._gradients())
             )
             self._away = Away(kept, gradients)
-            give_back()
+            if kept:
+                give_back()
 
     def onload(self) -> None:
         if self._away is not None:

@@ -49,7 +49,8 @@ class TorchScorer(TorchEngine, ScoreEngine):
     def offload(self) -> None:
         """With device = "cpu" the weights stay where they are, since they would move there."""
         self._model.offload()
-        give_back()
+        if self._model.device.type != "cpu":
+            give_back()
 
     def onload(self) -> None:
         self._model.onload()

@@ -136,7 +136,8 @@ class TorchTrainer(TorchEngine, TrainEngine):
         keep the memory in which they share their gradients."""
         self._optimizer.offload()
         self._model.offload()
-        give_back()
+        if self._model.device.type != "cpu":
+            give_back()
 
     def onload(self) -> None:
         self._model.onload()
