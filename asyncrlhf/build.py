@@ -291,6 +291,8 @@ def _processes(table: Compute) -> int:
 
 
 def _spec(place: Place, options: msgspec.Struct) -> EngineSpec:
+    if isinstance(options, VllmOptions) and place.beside is not None:
+        options = msgspec.structs.replace(options, beside=place.beside.takes)
     return EngineSpec(**msgspec.structs.asdict(place), options=options)
 
 
@@ -337,7 +339,7 @@ def _rollout_group(
             f"groups.{name}.max_sequence_tokens = {longest}, and the model's max_position_embeddings = "
             f"{models.longest}; lower the first"
         )
-    options: VllmOptions | SamplerOptions = _options(
+    options = _options(
         VllmOptions if isinstance(table, VllmRollout) else SamplerOptions,
         f"groups.{name}",
         table,
@@ -346,15 +348,7 @@ def _rollout_group(
         max_sequence_tokens=longest,
         transport=_transport(config, runtime),
     )
-    specs = [
-        _spec(
-            place,
-            msgspec.structs.replace(options, beside=place.beside.takes)
-            if place.beside and place.beside.takes
-            else options,
-        )
-        for place in where
-    ]
+    specs = [_spec(place, options) for place in where]
     least = config.limits.min_answers
     sampling = Sampling(
         answers_per_prompt=config.answers_per_prompt,

@@ -149,7 +149,7 @@ def _ask(config: Config, name: str, engines: Sequence[Place]) -> Ask:
     return Ask(
         pool=name,
         devices=pool.devices,
-        cores=pool.cores * len(engines),
+        cores=pool.cores * sum(place.beside is None for place in engines),
         labels={} if engines_are_here(config) else pool.labels,
         engine_devices=max(need.devices for need in wanted),
         engine_cores=pool.cores,

@@ -323,5 +323,19 @@ def set_lines(arrangement: Arrangement, tables: Mapping[str, object], ahead: int
         if set(part.members) <= {*arrangement.left_out}:
             text += ", as placement.sets does not name it"
         yield f"  set {part.name}".ljust(25) + text
+        yield from _apart(part, models)
     if arrangement.strategy == "async" and not ahead:
         yield 'warning: placement.strategy = "async" and lookahead = 0: the two pools wait for each other all the time'
+
+
+def _apart(part: DeviceSet, tables: Mapping[str, Compute]) -> Iterator[str]:
+    """Rollout groups that take turns with the ranks they follow, and whose processes are not as many."""
+    for name in part.members if part.turns else ():
+        table = tables[name]
+        if not isinstance(table, RolloutTable) or table.follows not in part.members:
+            continue
+        count, ranks = _count(table)[1], _count(tables[table.follows])[1]
+        each = count // table.replicas
+        if count != ranks:
+            fix = f"; replicas = {ranks // each} puts one on each" if ranks % each == 0 else ""
+            yield f"  {name}".ljust(25) + f"{count} in all, beside {ranks} ranks of {table.follows}{fix}"

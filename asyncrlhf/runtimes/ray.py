@@ -34,7 +34,7 @@ from asyncrlhf.runtimes.reserve import Reservation
 
 __all__ = ("ActorEngine", "RayRuntime")
 
-STARTING = 120.0
+STARTING = 600.0
 """Seconds that the processes of actors may take to start, before those that are to be beside them are started."""
 KNOCK_SECONDS = 5.0
 """That a cluster has to accept a connection."""

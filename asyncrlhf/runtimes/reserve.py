@@ -79,6 +79,7 @@ class Reservation:
                 remove_placement_group(group)
         self._groups.clear()
         self._bundles.clear()
+        self._guests.clear()
 
     def _devices(self, place: Place) -> float:
         need = place.needs

@@ -1,11 +1,14 @@
-"""Moving what differs against gathering everything, for a model of 100M parameters on four ranks over gloo.
+"""Moving what differs against gathering everything, for a model of 100M parameters on four ranks.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.reshard [rounds]
 
-Both ways take turns in the same processes; a round's time is that of its slowest rank, and medians of rounds are
+The ways take turns in the same processes; a round's time is that of its slowest rank, and medians of rounds are
 compared. Memory is the growth of a rank's resident set while it moves, the largest of all ranks and rounds: the weights
-that it trains and the buffer that it receives into are there before. "Gather" is what conversion tools do: each tensor
-goes to all stages, its parts to all tensor ranks, and whole parameters are kept until all are there.
+that it trains and the buffer that it receives into are there before. "Exchange" goes over gloo (weights/exchange.py).
+"Pull" is what runs do (weights/pull.py): a rank copies what it has into shared memory, and reads there what it needs;
+its memory is that of the rank's two areas, which it keeps from one version to the next. "Gather" is what conversion
+tools do: each tensor goes to all stages, its parts to all tensor ranks, and whole parameters are kept until all are
+there.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from torch import Tensor
 from asyncrlhf.weights.exchange import Exchange
 from asyncrlhf.weights.layout import Holding, Layout, places
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
-from asyncrlhf.weights.plan import describe
+from asyncrlhf.weights.plan import Plan, describe
+from asyncrlhf.weights.pull import pull
 from asyncrlhf.weights.regions import allocate, dtype_of, region
 from asyncrlhf.weights.shapes import ModelShape
+from asyncrlhf.weights.shared import SharedMemoryTransfer
 from asyncrlhf.weights.vllm_layout import VllmParallel, vllm_layout
 from asyncrlhf.weights.zero_redundancy import Regrouping, regrouped_layout
 from tests.integration.reshard_ranks import free_ports
@@ -99,6 +104,22 @@ class Gather:
             region(staged[piece.tensor], piece.offset, lengths).copy_(taken)
 
 
+class Pull:
+    """Every rank puts what it has where all can read it, and takes what it needs."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank, self.transfer = plan, rank, SharedMemoryTransfer()
+        self.version = self.area = 0
+
+    def run(self, tensors: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
+        self.version += 1
+        own = self.transfer.send(self.version, tensors)
+        self.area = own["size"]
+        payloads: list[Any] = [None] * RANKS
+        dist.all_gather_object(payloads, own)
+        pull(self.plan, self.rank, self.version, dict(enumerate(payloads)), self.transfer, staged)
+
+
 def measured(work: Callable[[], Any]) -> tuple[float, float]:
     """(seconds of the slowest rank, MiB by which the resident set of the hungriest grew)."""
     ctypes.CDLL(None).malloc_trim(0)
@@ -125,19 +146,22 @@ def compared(
     source = megatron_layout(SHAPE, parallel, WHERE)
     tensors, needs = held(source.holdings[rank], model), destination.holdings[rank]
     exchange = Exchange(source, destination, rank, dist.new_group(), cap=CAP)
-    gather = Gather(source, parallel, needs, rank)
-    exchanged, gathered = allocate(needs), allocate(needs)
+    gather, pulls = Gather(source, parallel, needs, rank), Pull(exchange.plan, rank)
+    exchanged, gathered, pulled = allocate(needs), allocate(needs), allocate(needs)
     work: dict[str, Callable[[], Any]] = {
         "exchange": lambda: exchange.run(0, tensors, exchanged),
         "gather": lambda: gather.run(tensors, gathered),
+        "pull": lambda: pulls.run(tensors, pulled),
     }
-    for way in work.values():
+    for way in (*work.values(), *work.values()):
         way()
     assert same_bits(exchanged, gathered)
-    found: dict[str, list[tuple[float, float]]] = {"exchange": [], "gather": []}
+    assert same_bits(pulled, gathered)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
     for turn in range(rounds):
-        for name in ("exchange", "gather") if turn % 2 else ("gather", "exchange"):
-            found[name].append(measured(work[name]))
+        for name in list(work)[:: 1 if turn % 2 else -1]:
+            seconds, grown = measured(work[name])
+            found[name].append((seconds, 2 * pulls.area / (1 << 20) if name == "pull" else grown))
     return describe(exchange.plan).splitlines()[0], found
 
 
@@ -171,10 +195,11 @@ def main() -> None:
         print(title)
         seconds = {name: statistics.median(second for second, _ in values) for name, values in found.items()}
         memory = {name: max(mebibytes for _, mebibytes in values) for name, values in found.items()}
-        for name in ("gather", "exchange"):
-            print(f"  {name:9s} {seconds[name] * 1e3:8.0f} ms {memory[name]:8.1f} MiB")
-        faster, smaller = seconds["gather"] / seconds["exchange"], memory["exchange"] / memory["gather"]
-        print(f"  {faster:.1f}x faster, {smaller:.3f} of the memory", flush=True)
+        print(f"  {'gather':9s} {seconds['gather'] * 1e3:8.0f} ms {memory['gather']:8.1f} MiB")
+        for name in ("exchange", "pull"):
+            faster, part = seconds["gather"] / seconds[name], memory[name] / memory["gather"]
+            print(f"  {name:9s} {seconds[name] * 1e3:8.0f} ms {memory[name]:8.1f} MiB", end="")
+            print(f"  {faster:.1f}x faster, {part:.3f} of the memory", flush=True)
     context.join()
 
 

@@ -122,6 +122,11 @@ def test_others_are_on_no_rank_s_device(overrides: list[str]) -> None:
     assert hosts(*MEGATRON, *VLLM, *overrides) == {}
 
 
+def test_check_says_how_many_would_be() -> None:
+    said = check(load("run.toml", [*MEGATRON, *VLLM, *sized(policy_tensor_parallel=2)])).splitlines()
+    assert "  rollout".ljust(25) + "1 in all, beside 2 ranks of policy; replicas = 2 puts one on each" in said
+
+
 def test_processes_see_the_gpus_of_their_ranks() -> None:
     def seen(*overrides: str) -> dict[str, list[tuple[str, ...] | None]]:
         stage = prepare(load("run.toml", [*MEGATRON, *VLLM, *overrides]))
@@ -134,6 +139,13 @@ def test_processes_see_the_gpus_of_their_ranks() -> None:
     assert seen(*four) == {"policy": ranks, "rollout": [("a", "c"), ("b", "d")]}
     staged = sized(policy_pipeline_parallel=2, policy_data_parallel=2, rollout_replicas=4)
     assert seen(*staged) == {"policy": ranks, "rollout": [("a",), ("c",), ("b",), ("d",)]}
+
+
+def test_a_cluster_is_asked_for_the_ranks_cores_and_engines_take_turns_on_them() -> None:
+    far = ("runtime=ray", "ray.address=far:1", "pools.shared.cores=2", "pools.shared.devices=2")
+    far = (*far, "pools.shared.engines_per_device=2", "groups.reward.pool=shared")
+    text = check(load("run.toml", [*MEGATRON, *VLLM, *far, *sized(policy_tensor_parallel=2, rollout_replicas=2)]))
+    assert "2 devices and 6 cores, to be found in the cluster: rollout x 2, reward, policy x 2" in text
 
 
 @pytest.mark.parametrize(
