@@ -83,8 +83,7 @@ class MegatronEngine(TorchEngine):
                 [t for t in some if t.device.type != "cpu"] for some in (self._held(), self._gradients())
             )
             self._away = Away(kept, gradients)
-            if kept:
-                give_back()
+            give_back()
 
     def onload(self) -> None:
         if self._away is not None:

@@ -49,8 +49,7 @@ class TorchScorer(TorchEngine, ScoreEngine):
     def offload(self) -> None:
         """With device = "cpu" the weights stay where they are, since they would move there."""
         self._model.offload()
-        if self._model.device.type != "cpu":
-            give_back()
+        give_back()
 
     def onload(self) -> None:
         self._model.onload()

@@ -136,8 +136,7 @@ class TorchTrainer(TorchEngine, TrainEngine):
         keep the memory in which they share their gradients."""
         self._optimizer.offload()
         self._model.offload()
-        if self._model.device.type != "cpu":
-            give_back()
+        give_back()
 
     def onload(self) -> None:
         self._model.onload()
