@@ -317,6 +317,8 @@ class Session:
                 stall_timeout=self.config.limits.stall_timeout,
                 waits=self._waits,
             )
+        except EngineLost:
+            raise
         except (PublishRefused, GroupError) as error:  # weights that engines were to read end with their trainer
             for failure in (group.failure for group in self.trained.values()):
                 if failure is not None:

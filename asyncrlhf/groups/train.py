@@ -334,7 +334,8 @@ class TrainGroup(Group):
             if self.emit_busy(rank, event) or not isinstance(event, Failed):
                 continue
             error = EngineLost(event.reason) if event.lost else GroupError(event.reason)
-            self.failure = self.failure or error
+            if event.lost or self.failure is None:  # ranks that are left fail for the loss of one, and may be first
+                self.failure = error
             if event.lost:
                 raise error
 

@@ -85,7 +85,8 @@ class EngineLoop:
         self._busy: tuple[float, float, int] | None = None
 
     def run(self) -> None:
-        """Until the command None. Raises what broke the engine, a GroupError, after it was given to its caller."""
+        """Until the command None. Raises what broke the engine, a GroupError: whoever runs this says so, to those whose
+        calls are in flight and to their group at once."""
         if isinstance(self._engine, RewardEngine):
             asyncio.run(_serve(self._spec, self._engine, self._commands, self._outbox))
         else:
@@ -124,9 +125,7 @@ class EngineLoop:
             self._outbox.error(call.key, error)
             return
         except Exception as error:
-            failure = described(self._spec, error)
-            self._outbox.error(call.key, failure)
-            raise failure from error
+            raise described(self._spec, error) from error
         events: list[EngineEvent] = [Busy(start=started, end=time.perf_counter(), work=call.verb)]
         if call.verb in RETURNS_EVENTS:
             events, result = [*events, *result], None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import ray
 
 from asyncrlhf.abc import EngineSpec
-from asyncrlhf.errors import AsyncRLHFError, SampleError
-from asyncrlhf.messages import Busy, EngineEvent, GenerateRequest
+from asyncrlhf.errors import AsyncRLHFError, GroupError, SampleError
+from asyncrlhf.messages import Busy, EngineEvent, Failed, GenerateRequest
 from asyncrlhf.runtimes.child import Channel
 from asyncrlhf.runtimes.frames import OUT_OF_BAND
+from asyncrlhf.runtimes.inproc import ThreadEngine
 from asyncrlhf.runtimes.loop import Call, Commands, EngineLoop
 from asyncrlhf.runtimes.lots import RayLot
 from asyncrlhf.runtimes.parcel import opened, packed
@@ -148,8 +151,40 @@ def test_what_ray_has_to_see_or_moves_better_stays_as_it_is() -> None:
     claimed, unclaimed = RayLot(4), RayLot(5)
     claimed.reference = object()
     large = np.zeros(OUT_OF_BAND, np.int8)
-    for thing in ([claimed], [large], [lambda: None]):
+    stored = ray.ObjectRef(bytes(28))
+    for thing in ([claimed], [large], [lambda: None], [stored], {"payload": {"bucket": [stored]}}):
         assert packed(thing) is thing
         assert opened(thing) is thing
     assert opened(packed([unclaimed]))[0].number == 5
     assert np.array_equal(opened(packed([large[1:]]))[0], large[1:])
+
+
+def test_a_class_of_the_main_module_goes_by_value() -> None:
+    kind = type("Own", (), {"__module__": "__main__"})
+    vars(sys.modules["__main__"])["Own"] = kind
+    try:
+        thing = [kind()]
+        assert packed(thing) is thing
+    finally:
+        del vars(sys.modules["__main__"])["Own"]
+
+
+# ---- the end of an engine ------------------------------------------------------------------------------------------
+async def test_who_called_hears_that_an_engine_has_broken_when_its_group_does() -> None:
+    """Not before, or another failure that follows from this one could be heard first."""
+    heard: list[str] = []
+
+    def events(events: Sequence[EngineEvent]) -> None:
+        heard.extend(event.reason for event in events if isinstance(event, Failed))
+
+    ticking = EngineSpec(
+        group="g", rank=0, engine="asyncrlhf.testing.conformance.engines:Ticking", options=TickingOptions()
+    )
+    engine = ThreadEngine(ticking, events)
+    await engine.start()
+    try:
+        with pytest.raises(GroupError, match="no attribute 'missing'") as caught:
+            await engine.call("missing")
+        assert heard == [str(caught.value)]
+    finally:
+        await engine.close()

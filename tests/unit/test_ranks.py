@@ -15,7 +15,7 @@ from asyncrlhf.groups import PolicyGroup
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.protocols import Protocol
 from asyncrlhf.groups.ranks import PATIENCE, Ranks
-from asyncrlhf.messages import ParallelLayout, TrainBatch
+from asyncrlhf.messages import Failed, ParallelLayout, TrainBatch
 from asyncrlhf.observe import EventLog
 from asyncrlhf.testing import FakeRuntime, FakeTrainerOptions
 from tests.unit.virtual import virtual
@@ -244,3 +244,13 @@ async def test_an_engine_that_trains_alone_says_so() -> None:
         ConfigError, match="group 'policy': FakeTrainer works on 1 rank and was given 2; use parallel sizes of 1"
     ):
         await group.start()
+
+
+async def test_the_loss_of_a_rank_is_what_its_group_has_failed_for_though_the_others_say_so_first() -> None:
+    group = PolicyGroup("policy", EventLog(None, lambda: 0.0), FakeRuntime(), specs(2))
+    group._on_events(0, [Failed(reason="RuntimeError: connection closed by peer")])
+    assert type(group.failure) is GroupError
+    with pytest.raises(EngineLost, match="SIGKILL"):
+        group._on_events(1, [Failed(reason="rank 1 was ended by SIGKILL", lost=True)])
+    group._on_events(0, [Failed(reason="RuntimeError: connection closed by peer")])
+    assert "SIGKILL" in str(group.failure)
