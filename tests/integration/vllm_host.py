@@ -51,8 +51,9 @@ class VllmHost:
         self._made: list[Hosted] = []
 
     def make(self, model: str, **options: Any) -> Hosted:
-        """A sampler of this model with 4 slots. Raises what its constructor raises."""
-        settings = {"device": "cpu", "slots": 4, "max_sequence_tokens": 48, "transport": SHARED} | options
+        """A sampler of this model with 4 slots that can sleep. Raises what its constructor raises."""
+        usual = {"device": "cpu", "slots": 4, "max_sequence_tokens": 48, "transport": SHARED, "sleeps": True}
+        settings = usual | options
         made = Hosted(self, self.call(-1, "make", VllmOptions(model=model, **settings)))
         self._made.append(made)
         return made

@@ -67,7 +67,7 @@ class Core:
             kv_cache_memory_bytes=_cache_bytes(options, config, places),
             gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager or CPU_BUILD,
-            enable_sleep_mode=not CPU_BUILD,  # there the workers free their memory without it
+            enable_sleep_mode=options.sleeps and not CPU_BUILD,  # there the workers free their memory without it
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
             async_scheduling=False,
