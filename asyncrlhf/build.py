@@ -54,7 +54,7 @@ from asyncrlhf.groups.scorers import ModelScorer, RuleScorer
 from asyncrlhf.messages import ParallelLayout, Rollout
 from asyncrlhf.models import Models
 from asyncrlhf.observe import EventLog
-from asyncrlhf.pools import beside, needs, pinned_to_gpus, visible_gpus
+from asyncrlhf.pools import beside, needs, pinned_to_gpus, sleepers, visible_gpus
 from asyncrlhf.runtimes.feasible import Ask
 from asyncrlhf.wiring import Wiring
 
@@ -186,7 +186,7 @@ def build_groups(
     temperature = sampled.temperature if sampled else 1.0
     where = places(config, wiring)
     hosts = {p.beside.group for group in where.values() for p in group if p.beside is not None and p.beside.takes}
-    patience = config.limits.stall_timeout
+    sleep, patience = sleepers(config, wiring), config.limits.stall_timeout
     groups: dict[str, Group] = {}
     for name, table in wiring.engines.items():
         role, key = wiring.role(name), wiring.key(name)
@@ -216,7 +216,9 @@ def build_groups(
                 call_timeout=patience,
             )
         elif isinstance(table, RolloutTable):
-            groups[name] = _rollout_group(config, name, table, where[name], models, runtime, gate, log)
+            groups[name] = _rollout_group(
+                config, name, table, where[name], models, runtime, gate, log, sleeps=name in sleep
+            )
         elif isinstance(table, TorchShadow):
             options = _options(
                 ShadowOptions,
@@ -318,7 +320,10 @@ def _rollout_group(
     runtime: Runtime,
     gate: Gate,
     log: EventLog,
+    *,
+    sleeps: bool,
 ) -> RolloutGroup:
+    """`sleeps`: its engines take turns with those of other groups on their devices."""
     stops = [*models.stop_token_ids]
     for text in table.stop:
         ids = models.tokenizer.encode(text, add_special_tokens=False)
@@ -347,6 +352,7 @@ def _rollout_group(
         slots=table.concurrency,
         max_sequence_tokens=longest,
         transport=_transport(config, runtime),
+        **({"sleeps": sleeps} if isinstance(table, VllmRollout) else {}),
     )
     specs = [_spec(place, options) for place in where]
     least = config.limits.min_answers

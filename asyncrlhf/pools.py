@@ -31,6 +31,7 @@ __all__ = (
     "require_gpus",
     "require_pools",
     "same_devices",
+    "sleepers",
     "visible_gpus",
 )
 
@@ -72,6 +73,12 @@ def same_devices(config: Config, wiring: Wiring) -> dict[str, SameDevices]:
                 if (shared := on_the_same_devices(trained, name, table)) is not None:
                     found[name] = shared
     return found
+
+
+def sleepers(config: Config, wiring: Wiring) -> frozenset[str]:
+    """Groups that take turns on their devices: their engines sleep while others compute there."""
+    arrangement = arrange(config, {name: wiring.role(name) for name in wiring.engines}, wiring.engines)
+    return frozenset(name for part in (arrangement.turns.values() if arrangement else ()) for name, _ in part)
 
 
 def beside(config: Config, wiring: Wiring) -> dict[str, list[Beside]]:

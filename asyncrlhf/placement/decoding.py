@@ -59,7 +59,7 @@ def fit_decode(
             ratios = sorted({*ratios, *new})
     best = min(ratios, key=lambda ratio: errors[ratio][0])
     error, scale = errors[best]
-    if error <= CLEAR * min(errors[0.0][0], errors[math.inf][0]):
+    if math.isfinite(error) and error <= CLEAR * min(errors[0.0][0], errors[math.inf][0]):
         return (scale, scale * best), True
     seconds = sum(end - start for start, end in slices)
     base = seconds / max(1e-12, tokens * (1 / max(1.0, load.mean_active) + 1 / USUAL))

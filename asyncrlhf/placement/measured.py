@@ -10,6 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import fmean, median, pstdev
@@ -22,20 +23,20 @@ from asyncrlhf.errors import CheckpointError, ConfigError
 from asyncrlhf.flow.ledger import LedgerRules
 from asyncrlhf.observe.events import AnyEvent, EngineBusy, Granted, Popped, Published, RunStarted, Sampled, Scored
 from asyncrlhf.observe.log import read_events
+from asyncrlhf.placement.arrange import READING
 from asyncrlhf.placement.decoding import fit_decode
 from asyncrlhf.placement.pipeline import Pipeline
-from asyncrlhf.placement.turning import Turning, measured_turning, usual_turning
+from asyncrlhf.placement.turning import Turning, measured_turning, turns_of_both, usual_turning
 from asyncrlhf.placement.workload import Workload
 
 __all__ = ("MeasuredRun", "read_run", "steady_of")
 
-SHARED = ("colocate", "flattening", "interleaving", "alternating", "standalone", "split")
-"""Strategies that put rollout engines and policy on the same devices."""
-
 TOGETHER = ("async", "colocate", "flattening", "interleaving", "alternating")
 """Strategies that put all trained models on the same devices."""
 LOADING = ("prepare", "commit", "probe")
-"""What a rollout engine does for a publish."""
+"""What an engine that follows does for a publish."""
+FEWEST = 3
+"""Train steps of the steady state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class MeasuredRun:
     trainers: int
     """Devices of the engines that take optimizer steps, as the run's placement counts them."""
     shared: bool = False
-    """Rollout engines and trainers took turns on the same devices."""
+    """Rollout engines and trainers took turns on the same devices, as the run's events say."""
     steps: int
     step_s: float
     """On average, without checkpoints."""
@@ -67,7 +68,11 @@ class MeasuredRun:
     rewards_s: tuple[float, ...]
     """Latencies of scoring, per rollout in the order of admission; empty: a model scores, see `score_s`."""
     score_s: tuple[float, ...]
-    """Seconds per rollout of each frozen model."""
+    """Seconds per rollout of each model that only reads, on devices of its own."""
+    read_s: float = 0.0
+    """Seconds per rollout of those that took turns with generation and training."""
+    read_turns: float = 0.0
+    """Changes of turns to models that read, per train step; without turns: as many as there are such models."""
     decode: tuple[float, float]
     """o0, o1: a decode step takes o0 + o1 * active answers."""
     separable: bool
@@ -129,8 +134,11 @@ class MeasuredRun:
     ) -> Pipeline:
         """As it ran, or another way. `strategy`: "async" (pools of their own), "alternating" (all engines of both pools
         generate and train their share in turn) or "colocate" (one pool of the trainers' devices); of a run whose pools
-        were shared only itself is known. Raises ConfigError."""
+        were shared only itself is known. Models that read do so beside generation, or in turn where devices are shared.
+        Raises ConfigError."""
         rules = rules or self.rules()
+        if engines is not None and (strategy == "colocate" or self.shared):
+            self._require_engines(engines, strategy)
         engines = self.engines if engines is None else engines
         shared = self.shared if strategy is None else strategy != "async"
         share = 1.0
@@ -149,6 +157,7 @@ class MeasuredRun:
         elif strategy != "async":
             raise ConfigError(f'strategy = "{strategy}" cannot be simulated; use async, alternating or colocate')
         base, slope = self.decode
+        reading = self.read_s + (sum(self.score_s) if shared and not self.shared else 0.0)
         return Pipeline(
             rules=rules,
             engines=engines,
@@ -156,7 +165,10 @@ class MeasuredRun:
             length=_Replay(self.lengths, length_scale),
             decode=lambda active: base + slope * active,
             reward=_Replay(self.rewards_s or (0.0,), reward_scale),
-            score=[seconds * reward_scale for seconds in self.score_s],
+            score=[] if shared and not self.shared else [seconds * reward_scale for seconds in self.score_s],
+            read=reading * reward_scale * rules.prompts_per_step + self.turning.to_read * self.read_turns
+            if shared
+            else 0.0,
             train=lambda random, tokens: self.train_token_s * tokens * share,
             publish=self.publish_s,
             export=self.export_s,
@@ -167,6 +179,16 @@ class MeasuredRun:
             to_train=self.turning.to_train + self.turning.cold_train,
             to_generate=self.turning.to_generate + self.turning.cold_generate,
         )
+
+    def _require_engines(self, engines: int, strategy: str | None) -> None:
+        """Raises ConfigError for another number than there is on shared devices."""
+        there = self.trainers if strategy == "colocate" and not self.shared else self.engines
+        if engines != there:
+            how = f"{self.directory} shared them" if self.shared else 'strategy = "colocate" has those of the trainers'
+            raise ConfigError(
+                f"replicas = {engines} on devices that trainers share, of which there are {there}: {how}; use "
+                f"replicas = {there}, or leave it out"
+            )
 
 
 def _spread(lengths: Sequence[int], most: int = 1024) -> list[int]:
@@ -209,6 +231,12 @@ def _measure(
     path: Path, rows: Sequence[Mapping[str, Any]], events: Sequence[AnyEvent], started: RunStarted
 ) -> MeasuredRun:
     steady = steady_of(rows, started.lookahead)
+    if len(steady) < FEWEST:
+        takes = next(n for n in count(len(rows)) if n - n // 5 - started.lookahead >= FEWEST)
+        raise ConfigError(
+            f"{path}: of {len(rows)} train steps with lookahead = {started.lookahead}, {len(steady)} are left without "
+            f"the first fifth and the last {started.lookahead}, where it takes {FEWEST}; run {takes} steps or more"
+        )
     first, last = int(steady[0]["train_step"]), int(steady[-1]["train_step"])
     popped = [event for event in events if isinstance(event, Popped) and first <= event.train_step <= last]
     since, until = (popped[0].t, popped[-1].t) if popped else (0.0, 0.0)
@@ -218,18 +246,21 @@ def _measure(
         raise ConfigError(f"{path}: no answers were sampled, so there is nothing to place; name a run that generates")
     busy = [event for event in events if isinstance(event, EngineBusy) and since <= event.start <= until]
     roles = {name: shape.role for name, shape in started.groups.items()}
-    rollouts = sum(len(event.uids) for event in popped)
     config = _config(path)
     rules = {name for name in roles if _get(config, "", "groups", name, "backend") == "rules"}
-    frozen = [name for name, role in roles.items() if role in ("reward", "reference") and name not in rules]
-    spent = {name: sum(e.end - e.start for e in busy if e.group == name) for name in frozen}
     lengths = [length for event in popped for length in event.response_lengths]
-    strategy = _get(config, "", "placement", "strategy")
-    shared = strategy in SHARED and _get(config, "", "placement", "turns") != "none"
+    rollout = next((name for name, role in roles.items() if role == "rollout"), "rollout")
     trained = {name: shape.ranks for name, shape in started.groups.items() if shape.role in ("policy", "critic")}
+    all_turns = turns_of_both(events, rollout, trained)
+    turns, shared = [event for event in all_turns if since <= event.t <= until], bool(all_turns)
+    in_turn = {event.group for event in all_turns if event.group != rollout and event.group not in trained}
+    frozen = [name for name, role in roles.items() if role in READING and name not in rules]
+    reads = {name: _reading(busy, name) for name in frozen}
+    rollouts = max(1, sum(len(event.uids) for event in popped[1:]))  # the first batch was read before it was popped
+    score_s = tuple(s / rollouts for name, s in reads.items() if s and name not in in_turn)
     published = [event for event in events if isinstance(event, Published) and event.t >= since]
     weights = max((event.byte_count for event in published), default=0)
-    turning = measured_turning(events, since, trained) if shared else usual_turning(weights)
+    turning = measured_turning(turns, rollout, trained) if shared else usual_turning(weights)
     costs = [_number(row, "time/step") for row in steady]
     training = [
         max(0.0, cost - _number(row, "time/wait_batch") - _number(row, "time/exposed_sync") - turning.to_train * shared)
@@ -239,7 +270,7 @@ def _measure(
     granted = {(event.uid, event.attempt): event.t for event in events if isinstance(event, Granted)}
     ends: Sequence[Sampled | Scored] = scored or sampled
     leases = [e.t - granted[e.uid, e.attempt] for e in ends if (e.uid, e.attempt) in granted]
-    rollout = next((name for name, role in roles.items() if role == "rollout"), "rollout")
+    _require_generation(path, events, busy, rollout, first, last)
     decode, separable = fit_decode(busy, rollout, sampled, popped, started.answers_per_prompt)
     return MeasuredRun(
         directory=str(path),
@@ -253,16 +284,18 @@ def _measure(
         publish_mode=_get(config, "in_flight", "publish", "mode"),
         engines=started.groups[rollout].ranks if rollout in started.groups else 1,
         slots=_get(config, 256, "groups", rollout, "concurrency"),
-        trainers=max(1, *trained.values()) if strategy in TOGETHER else max(1, sum(trained.values())),
+        trainers=_trainers(config, trained),
         shared=shared,
         steps=len(steady),
         step_s=fmean(costs),
         median_s=median(costs),
         lengths=tuple(lengths),
         rewards_s=()
-        if any(spent[name] for name in frozen if roles[name] == "reward")
+        if any(reads[name] for name in frozen if roles[name] == "reward")
         else tuple(e.seconds for e in sorted(scored, key=lambda e: (e.uid, e.attempt))),
-        score_s=tuple(seconds / rollouts for seconds in spent.values() if seconds),
+        score_s=score_s,
+        read_s=_covered(event for event in busy if event.group in in_turn and event.work not in LOADING) / rollouts,
+        read_turns=sum(event.group in in_turn for event in turns) / max(1, len(popped) - 1) if shared else len(score_s),
         decode=decode,
         separable=separable,
         train_token_s=median(
@@ -281,8 +314,50 @@ def _measure(
 
 
 def steady_of(rows: Sequence[Mapping[str, Any]], lookahead: int) -> Sequence[Mapping[str, Any]]:
-    """The rows of metrics.jsonl that are of the steady state."""
-    return rows[len(rows) // 5 : max(len(rows) // 5 + 1, len(rows) - lookahead)]
+    """The rows of metrics.jsonl that are of the steady state; there may be none."""
+    return rows[len(rows) // 5 : max(0, len(rows) - lookahead)]
+
+
+def _trainers(config: dict[str, Any], trained: Mapping[str, int]) -> int:
+    """Devices of the trained groups, which have so many ranks each: those of a set have the same ones."""
+    sets = _get(config, [], "placement", "sets")
+    if sets:
+        listed = [[trained[name] for name in part if name in trained] for part in sets]
+        alone = [ranks for name, ranks in trained.items() if not any(name in part for part in sets)]
+        return max(1, sum(max(part, default=0) for part in listed) + sum(alone))
+    if _get(config, "", "placement", "strategy") in TOGETHER:
+        return max(1, *trained.values())
+    return max(1, sum(trained.values()))
+
+
+def _reading(busy: Sequence[EngineBusy], group: str) -> float:
+    """Seconds in which a group read, on average over its ranks."""
+    own = [event for event in busy if event.group == group and event.work not in LOADING]
+    return sum(event.end - event.start for event in own) / max(1, len({event.rank for event in own}))
+
+
+def _covered(busy: Iterable[EngineBusy]) -> float:
+    """Seconds in which at least one of these was busy."""
+    total, until = 0.0, 0.0
+    for event in sorted(busy, key=lambda event: event.start):
+        total += max(0.0, event.end - max(event.start, until))
+        until = max(until, event.end)
+    return total
+
+
+def _require_generation(
+    path: Path, events: Sequence[AnyEvent], busy: Sequence[EngineBusy], rollout: str, first: int, last: int
+) -> None:
+    """Raises ConfigError if no engine generated in the train steps that count."""
+
+    def slices(found: Iterable[AnyEvent]) -> list[EngineBusy]:
+        own = [event for event in found if isinstance(event, EngineBusy) and event.group == rollout]
+        return [event for event in own if event.work == "generate" and event.end > event.start]
+
+    if not slices(busy):
+        raise ConfigError(
+            f"{path}: 0 of {len(slices(events))} slices of generation lie in train steps {first}-{last}; run more steps"
+        )
 
 
 def _median(values: Iterable[float]) -> float:

@@ -33,6 +33,9 @@ class Pipeline:
     """Latency of scoring a rollout; all at once."""
     score: Sequence[float] = ()
     """Models that read a rollout on devices of their own, one rollout after the other: seconds each takes for one."""
+    read: float = 0.0
+    """Before a train step, of models that read its batch in turn with it on shared devices, and of their changes of
+    turns. Engines stand still, and nothing is trained."""
     train: Callable[[Random, int], float]
     """Of a train step on a batch of so many tokens, whatever has to be read first on the same devices included."""
     publish: float = 0.0
@@ -57,7 +60,9 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """Steady state: the train steps without their first fifth. Shares are of elapsed time, lags in versions."""
+    """What a run came to. Of the steady state, the train steps without their first fifth, are `step`, `median`,
+    `tokens_s`, `generate` and `train`; everything else is of the whole run. Shares are of elapsed time, lags in
+    versions."""
 
     step: float
     """Seconds of a train step, on average."""

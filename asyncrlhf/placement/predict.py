@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from asyncrlhf.config.bounds import Count, Positive, PositiveAmount, Table
 from asyncrlhf.config.convert import convert
 from asyncrlhf.flow.ledger import LedgerRules
 from asyncrlhf.placement.advice import Facts, warnings
 from asyncrlhf.placement.measured import MeasuredRun
-from asyncrlhf.placement.simulate import Simulated, simulate
+from asyncrlhf.placement.pipeline import Simulated
+from asyncrlhf.placement.simulate import simulate
 
 __all__ = ("Prediction", "Setting", "as_json", "as_text", "facts_of", "predictions")
 
@@ -28,15 +31,15 @@ class Setting(Table, frozen=True, kw_only=True):
     answers_per_prompt: Positive | None = None
     at_deadline: str | None = None
     replicas: Positive | None = None
-    """Rollout engines."""
+    """Rollout engines; of pools that share devices as many as there are."""
     reward_scale: PositiveAmount = 1.0
     """Factor on the latency of rewards."""
     length_scale: PositiveAmount = 1.0
     """Factor on the length of answers."""
     strategy: str | None = None
     """async, alternating or colocate, of a run whose pools were not shared; left out: as it was."""
-    steps: Positive = STEPS
-    """Train steps to simulate."""
+    steps: Annotated[int, Meta(ge=5)] = STEPS
+    """Train steps to simulate; the first fifth is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,8 @@ def _turns(run: MeasuredRun) -> str:
     to_train = (turning.to_train + turning.cold_train) * 1e3
     to_generate = (turning.to_generate + turning.cold_generate) * 1e3
     seen = "as measured" if run.shared else "by formula (CPUs; a run that takes turns measures them)"
-    return f"{to_train:.1f} ms before training, {to_generate:.1f} ms before generation, {seen}"
+    reading = f", {turning.to_read * run.read_turns * 1e3:.1f} ms before reading" if run.read_turns else ""
+    return f"{to_train:.1f} ms before training, {to_generate:.1f} ms before generation{reading}, {seen}"
 
 
 def as_json(run: MeasuredRun, found: Sequence[Prediction]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from random import Random
 
 from asyncrlhf.flow.ledger import LedgerRules
 from asyncrlhf.placement.decode import decode_step_seconds
+from asyncrlhf.placement.pipeline import Pipeline, Simulated
 from asyncrlhf.placement.plan import Candidate, Problem
-from asyncrlhf.placement.simulate import Pipeline, Simulated, simulate
+from asyncrlhf.placement.simulate import simulate
 from asyncrlhf.placement.workload import lognormal_quantiles
 
 __all__ = ("pipeline_of", "rehearse")

@@ -7,11 +7,11 @@ from typing import Any
 
 from asyncrlhf.placement.cluster import GIB
 from asyncrlhf.placement.decode import longest_answer_seconds
+from asyncrlhf.placement.pipeline import Simulated
 from asyncrlhf.placement.plan import Candidate, Outcome, Problem
 from asyncrlhf.placement.rehearse import rehearse
 from asyncrlhf.placement.schedule import Schedule, schedule, tasks_of
 from asyncrlhf.placement.setplan import SetPlan
-from asyncrlhf.placement.simulate import Simulated
 from asyncrlhf.placement.steps import speedup_bound
 from asyncrlhf.placement.value import reward_latency
 

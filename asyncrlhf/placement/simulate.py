@@ -17,10 +17,9 @@ from random import Random
 from statistics import fmean, median
 
 from asyncrlhf.flow.ledger import Batch, Lease, Ledger
-from asyncrlhf.placement.pipeline import Pipeline as Pipeline
-from asyncrlhf.placement.pipeline import Simulated as Simulated
+from asyncrlhf.placement.pipeline import Pipeline, Simulated
 
-__all__ = ("Pipeline", "Simulated", "Simulation", "simulate")
+__all__ = ("Simulation", "simulate")
 
 
 @dataclass(slots=True)
@@ -235,6 +234,7 @@ class Simulation:
             if not self._trainers_turn or self._coming > self.clock:
                 begin = max(begin, self._coming) + self.pipeline.to_train
             self._trainers_turn = True
+            begin += self.pipeline.read
         seconds = self.pipeline.train(self._random, tokens)
         self._train_busy += seconds
         self._after(begin - self.clock + seconds, self._trained)

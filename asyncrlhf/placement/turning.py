@@ -14,7 +14,7 @@ from statistics import median
 
 from asyncrlhf.observe.events import AnyEvent, TurnTaken
 
-__all__ = ("Turning", "measured_turning", "usual_turning")
+__all__ = ("Turning", "measured_turning", "turns_of_both", "usual_turning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,8 @@ class Turning:
     """Rollout engines leave, trainers come."""
     to_generate: float = 0.0
     """Trainers leave, rollout engines come and take weights."""
+    to_read: float = 0.0
+    """A model that neither generates nor trains comes."""
     cold_train: float = 0.0
     """By which a train step is longer after it than where the trainer never leaves."""
     cold_generate: float = 0.0
@@ -39,15 +41,25 @@ def usual_turning(weights: float) -> Turning:
     return Turning(
         to_train=0.004 + 0.41e-9 * weights,
         to_generate=0.007 + 0.96e-9 * weights,
+        to_read=0.004 + 0.41e-9 * weights,
         cold_train=0.029 + 0.4e-9 * weights,
         cold_generate=0.023 + 1.3e-9 * weights,
         uneven=1.1,
     )
 
 
-def measured_turning(events: Sequence[AnyEvent], since: float, trained: Collection[str]) -> Turning:
-    """Of a run that did: in the median over the changes after `since`. What is cold is in its stage times already."""
-    turns = [event for event in events if isinstance(event, TurnTaken) and event.t >= since]
+def turns_of_both(events: Sequence[AnyEvent], rollout: str, trained: Collection[str]) -> list[TurnTaken]:
+    """All changes on devices that both `rollout` and a group of `trained` took; none: the run had pools of its own."""
+    turns = [event for event in events if isinstance(event, TurnTaken)]
+    both = {e.devices for e in turns if e.group == rollout} & {e.devices for e in turns if e.group in trained}
+    return [event for event in turns if event.devices in both]
+
+
+def measured_turning(turns: Sequence[TurnTaken], rollout: str, trained: Collection[str]) -> Turning:
+    """Of these, in the median. What is cold is in the run's stage times already."""
     coming = [event.seconds for event in turns if event.group in trained]
-    going = [event.seconds for event in turns if event.group not in trained]
-    return Turning(to_train=median(coming or [0.0]), to_generate=median(going or [0.0]))
+    going = [event.seconds for event in turns if event.group == rollout]
+    reading = [event.seconds for event in turns if event.group != rollout and event.group not in trained]
+    return Turning(
+        to_train=median(coming or [0.0]), to_generate=median(going or [0.0]), to_read=median(reading or [0.0])
+    )

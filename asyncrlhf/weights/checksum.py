@@ -12,7 +12,12 @@ unseen. By 33 and not 32 bits, so that the highest bits of both halves do not ca
 whole words, and in vectors, every element is a word.
 
 On CPUs the threads of a small pool take blocks in turn, as many as this process may use CPUs: they copy one, and sum it
-up while it is in the cache. Who asks works as well, and waits for those that have begun.
+up while it is in the cache. Who asks works as well, and waits for those that have begun; `Sums` has them work on many
+tensors before it waits.
+
+    sums = Sums[str]()
+    sums.copy("weight", arrived, place, box, shape)     # and more of them; they are read until `settle`
+    sums.settle()["weight"]
 """
 
 from __future__ import annotations
@@ -22,10 +27,10 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +41,14 @@ from torch.nn import functional as F
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import WeightHandle
 
-__all__ = ("checksum", "combine", "copy_and_checksum", "partial_checksum", "require_checksum", "tensor_checksum")
+__all__ = (
+    "Sums",
+    "checksum",
+    "combine",
+    "partial_checksum",
+    "require_checksum",
+    "tensor_checksum",
+)
 
 WORD = 8
 """Bytes."""
@@ -47,12 +59,15 @@ BLOCKS_AT_ONCE = 512
 SHIFT = 33
 THREADS = 4
 """Memory is not faster for more."""
+AT_ONCE = 64 << 20
+"""Bytes that wait for `Sums.settle`, or one tensor: so much is kept beside the model of what has arrived."""
 _MASK = (1 << 64) - 1
 _BASE = 0xD6E8FEB86659FD93
 _own = threading.local()
 """Memory of a block for each thread: to allocate it anew costs more than to use it."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+Key = TypeVar("Key")
 Words = npt.NDArray[np.int64]
 
 
@@ -69,13 +84,30 @@ class _Cell(NamedTuple):
     """Of the first word in its block."""
 
 
+class _Part(NamedTuple):
+    """A rectangle to be filled, if there is something to fill it `here`, and summed up."""
+
+    there: Words
+    here: Words | None
+    cells: list[_Cell]
+    pitch: int
+    last: int
+    """Power of the tensor's first block."""
+    total: int
+    """What its size adds."""
+
+
 def checksum(weights: Mapping[str, Tensor]) -> int:
     """63-bit checksum of the bytes of `weights` in name order, whatever order they come in.
 
     A change of one element of up to 4 bytes is always seen; one of several with all but a chance of about 2^-32,
     whatever bits it touches, and values that have changed places are told apart.
     """
-    return combine((name, tensor_checksum(tensor)) for name, tensor in weights.items())
+    sums = Sums[str]()
+    for name, tensor in weights.items():
+        shape = tuple(tensor.shape)
+        sums.add(name, tensor, tuple((0, length) for length in shape), shape)
+    return combine(sums.settle().items())
 
 
 def combine(parts: Iterable[tuple[str, int]]) -> int:
@@ -102,34 +134,78 @@ def tensor_checksum(tensor: Tensor) -> int:
     return partial_checksum(tensor, tuple((0, length) for length in shape), shape)
 
 
-@torch.no_grad()
 def partial_checksum(tensor: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> int:
     """What `tensor`, the rectangle `box` of a tensor of `shape`, adds to the checksum of the latter: over rectangles
     that cover it once the sum, mod 2^64, is its `tensor_checksum`."""
-    grain, first = _grain(shape, tensor.element_size()), box[-1][0] if box else 0
-    words = _words(tensor, grain)
-    if words is None or first % grain or not _lies_in_stretches(words, box, shape):
-        words = _filled_up(tensor, grain, first)
-    return _weighted(words, None, grain, tensor.numel(), box, shape)
+    sums = Sums[None]()
+    sums.add(None, tensor, box, shape)
+    return sums.settle()[None]
 
 
-@torch.no_grad()
-def copy_and_checksum(source: Tensor, target: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> int:
-    """Copy `source` over `target`, which is the rectangle `box` of a tensor of `shape`. Gives the partial checksum of
-    what is in `target` then, or if its type is another of what has arrived on its device; bytes that are read from
-    memory once are copied and summed up."""
-    if source.dtype != target.dtype:
-        arrived = source.to(target.device, copy=True)
-        target.copy_(arrived)
-        return partial_checksum(arrived, box, shape)
-    grain = _grain(shape, target.element_size())
-    if target.device.type == source.device.type == "cpu" and box and not box[-1][0] % grain:
-        here, there = _words(source, grain), _words(target, grain)
-        if all(words is not None and _lies_in_stretches(words, box, shape) for words in (here, there)):
-            assert there is not None
-            return _weighted(there, here, grain, target.numel(), box, shape)
-    target.copy_(source)
-    return partial_checksum(target, box, shape)
+class Sums(Generic[Key]):
+    """Partial checksums of many rectangles, by keys of the caller."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, int] = {}
+        self._waiting: list[tuple[Key, _Part]] = []
+        self._byte_count = 0
+
+    @torch.no_grad()
+    def add(self, key: Key, tensor: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> None:
+        """As `partial_checksum`. The tensor must not change before the next `settle`."""
+        grain, first = _grain(shape, tensor.element_size()), box[-1][0] if box else 0
+        words = _words(tensor, grain)
+        if words is None or first % grain or not _lies_in_stretches(words, box, shape):
+            words = _filled_up(tensor, grain, first)
+        self._take(key, words, None, grain, tensor.numel(), box, shape)
+
+    @torch.no_grad()
+    def copy(
+        self, key: Key, source: Tensor, target: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]
+    ) -> None:
+        """Copy `source` over `target`, which is the rectangle `box` of a tensor of `shape`, until the next `settle`.
+        The partial checksum is that of what is in `target` then, or if its type is another of what has arrived on its
+        device; bytes that are read from memory once are copied and summed up."""
+        if source.dtype != target.dtype:
+            arrived = source.to(target.device, copy=True)
+            target.copy_(arrived)
+            return self.add(key, arrived, box, shape)
+        grain = _grain(shape, target.element_size())
+        if target.device.type == source.device.type == "cpu" and box and not box[-1][0] % grain:
+            here, there = _words(source, grain), _words(target, grain)
+            if all(words is not None and _lies_in_stretches(words, box, shape) for words in (here, there)):
+                assert there is not None
+                return self._take(key, there, here, grain, target.numel(), box, shape)
+        target.copy_(source)
+        return self.add(key, target, box, shape)
+
+    def settle(self) -> dict[Key, int]:
+        """Wait until all is copied and summed up; every checksum so far, mod 2^64."""
+        values = _shared([part for _, part in self._waiting])
+        for (key, _), value in zip(self._waiting, values, strict=True):
+            self._found[key] = value
+        self._waiting.clear()
+        self._byte_count = 0
+        return self._found
+
+    def _take(
+        self,
+        key: Key,
+        words: Tensor,
+        source: Tensor | None,
+        grain: int,
+        count: int,
+        box: Sequence[tuple[int, int]],
+        shape: Sequence[int],
+    ) -> None:
+        part = _weighted(words, source, grain, count, box, shape)
+        if isinstance(part, int):
+            self._found[key] = part
+            return
+        self._waiting.append((key, part))
+        self._byte_count += words.nbytes
+        if self._byte_count >= AT_ONCE:
+            self.settle()
 
 
 def _grain(shape: Sequence[int], size: int) -> int:
@@ -162,9 +238,9 @@ def _lies_in_stretches(words: Tensor, box: Sequence[tuple[int, int]], shape: Seq
 
 def _weighted(
     words: Tensor, source: Tensor | None, grain: int, count: int, box: Sequence[tuple[int, int]], shape: Sequence[int]
-) -> int:
-    """The partial checksum of the rectangle that these are the words of, on a CPU after it was filled from `source`; it
-    has `count` elements."""
+) -> int | _Part:
+    """The partial checksum of the rectangle that these are the words of, which has `count` elements; on a CPU the work
+    that gives it, and fills it from `source` before."""
     if grain > 1:
         box = (*box[:-1], (box[-1][0] // grain, -(-box[-1][1] // grain)))
         shape = (*shape[:-1], shape[-1] // grain)
@@ -176,14 +252,8 @@ def _weighted(
         return (
             total + _on_device(table, list(_cells(starts, length, pitch, together, BLOCKS_AT_ONCE)), pitch, last)
         ) & _MASK
-    there = table.numpy()
     here = None if source is None else source.reshape(len(starts), length).numpy()
-    factors = _weights("cpu").numpy()
-
-    def value(cell: _Cell) -> int:
-        return _value(there, here, factors, cell, pitch) * pow(_BASE, last - cell.block, 1 << 64)
-
-    return (total + _shared(list(_cells(starts, length, pitch, together, 1)), value)) & _MASK
+    return _Part(table.numpy(), here, list(_cells(starts, length, pitch, together, 1)), pitch, last, total)
 
 
 def _value(there: Words, here: Words | None, factors: Words, cell: _Cell, pitch: int) -> int:
@@ -237,20 +307,27 @@ def _cells(starts: Sequence[int], length: int, pitch: int, together: int, most: 
         row += 1
 
 
-def _shared(cells: Sequence[_Cell], value: Callable[[_Cell], int]) -> int:
-    """The sum over all cells, which this thread and those of the pool take in turn."""
+def _shared(parts: Sequence[_Part]) -> list[int]:
+    """The sum of each part, mod 2^64; this thread and those of the pool take their cells in turn."""
+    cells = [(number, cell) for number, part in enumerate(parts) for cell in part.cells]
     todo = iter(cells)  # a list's: next() is one step of the interpreter
+    factors = _weights("cpu").numpy()
 
-    def share() -> int:
-        return sum(value(cell) for cell in todo)
+    def share() -> list[int]:
+        sums = [0] * len(parts)
+        for number, cell in todo:
+            part = parts[number]
+            value = _value(part.there, part.here, factors, cell, part.pitch)
+            sums[number] += value * pow(_BASE, part.last - cell.block, 1 << 64)
+        return sums
 
     helpers = min(THREADS, len(os.sched_getaffinity(0)), len(cells) // 2) - 1
     others = [_pool().submit(share) for _ in range(helpers)]
     try:
-        total = share()
+        own = share()
     finally:
         found = [other.result() for other in others if not other.cancel()]
-    return total + sum(found)
+    return [sum(sums, part.total) & _MASK for part, *sums in zip(parts, own, *found, strict=True)]
 
 
 @lru_cache(maxsize=1)

@@ -2,9 +2,10 @@
 
 A version is a list of buckets, each one object with the bytes of some tensors. Sending copies every byte once, into the
 store; receivers read it there, or on another node in what Ray has brought, which is the next bucket while they work on
-one. So beside the model, its trainer and every receiver hold a bucket or two, or the largest tensor if that is more.
-Ray frees a version when the trainer has put the next but one and nobody holds its payload; if the trainer's process
-ends its weights go with it, and the run then goes on from its newest checkpoint.
+one. So beside the model, its trainer holds a bucket or two, or the largest tensor if that is more, and every receiver
+one more while the end of the last one is copied. Ray frees a version when the trainer has put the next but one and
+nobody holds its payload; if the trainer's process ends its weights go with it, and the run then goes on from its newest
+checkpoint.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import Probe, WeightHandle, import_object
-from asyncrlhf.weights.checksum import combine, partial_checksum
+from asyncrlhf.weights.checksum import Sums, combine
 from asyncrlhf.weights.finite import not_finite
-from asyncrlhf.weights.layout import Layout, without_replicas
+from asyncrlhf.weights.layout import Box, Layout, without_replicas
 from asyncrlhf.weights.parts import ASSEMBLED, part
 from asyncrlhf.weights.regions import region
 
@@ -70,11 +70,13 @@ class ShardPublisher:
     def _checksum(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """That of the whole parameters, to which one rank adds each part."""
         bad = not_finite(tensors)
-        own: dict[str, int] = {}
+        sums, own = Sums[tuple[str, Box]](), dict[str, int]()
         for piece in () if bad else self._once.slices:
             found = region(self._local(tensors, piece.tensor), piece.offset, tuple(b - a for a, b in piece.box))
-            added = partial_checksum(found, piece.box, self._layout.parameters[piece.parameter].shape)
-            own[piece.parameter] = own.get(piece.parameter, 0) + added
+            shape = self._layout.parameters[piece.parameter].shape
+            sums.add((piece.parameter, piece.box), found, piece.box, shape)
+        for (name, _), added in sums.settle().items():
+            own[name] = own.get(name, 0) + added
         said = self._everyones((bad, own))
         if bad := [name for names, _ in said for name in names]:
             raise PublishRefused(

@@ -23,7 +23,7 @@ from torch import Tensor
 from asyncrlhf.abc.transfer import WeightTransfer
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import WeightHandle
-from asyncrlhf.weights.checksum import copy_and_checksum, require_checksum
+from asyncrlhf.weights.checksum import Sums, require_checksum
 from asyncrlhf.weights.layout import Box
 from asyncrlhf.weights.plan import Move, Plan
 from asyncrlhf.weights.regions import region
@@ -64,7 +64,7 @@ def pull(
     for move in plan.moves:
         if move.target == rank:
             wanted[move.source][move.source_tensor].append(move)
-    byte_count, own, sums = 0, 0, defaultdict[str, dict[Box, int]](dict)
+    byte_count, own, sums = 0, 0, Sums[tuple[str, Box]]()
     for source, by_tensor in wanted.items():
         if source not in payloads:
             raise PublishRefused(
@@ -77,7 +77,8 @@ def pull(
         for name, tensor in transfer.receive(payloads[source]):
             missing.discard(name)
             for move in by_tensor.get(name, ()):
-                sums[move.parameter][move.box] = copy_and_checksum(
+                sums.copy(
+                    (move.parameter, move.box),
                     region(tensor, move.source_offset, move.lengths),
                     region(staged[move.target_tensor], move.target_offset, move.lengths),
                     move.box,
@@ -85,9 +86,14 @@ def pull(
                 )
                 byte_count += move.byte_count
                 own += move.byte_count if source == rank else 0
+            if not missing:
+                sums.settle()  # before the transport says whether the bytes were there to the last
         if missing:
             raise PublishRefused(f"version {version}: rank {source} has put no {sorted(missing)[0]}")
-    return Receipt(byte_count, own, dict(sums))
+    found = defaultdict[str, dict[Box, int]](dict)
+    for (parameter, box), value in sums.settle().items():
+        found[parameter][box] = value
+    return Receipt(byte_count, own, dict(found))
 
 
 def require_whole(receipts: Iterable[Receipt], handle: WeightHandle) -> None:

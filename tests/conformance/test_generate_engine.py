@@ -29,10 +29,26 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,  # vLLM pads it to 32 on CPUs
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "head_dim": 32,
+}
+
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("sampler"), characters="abcdefghijklmnopqrstuvwxyz>", config=SHAPE)
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory, characters = tmp_path_factory.mktemp("experts"), "abcdefghijklmnopqrstuvwxyz>"
+    return write_model(directory, model_type="qwen3_moe", characters=characters, config=SHAPE | EXPERTS)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +69,12 @@ def torch_subject(model: Path) -> GenerateSubject:
 @pytest.fixture
 def vllm_subject(model: Path, vllm_host: VllmHost) -> Generator[GenerateSubject]:
     yield trained_subject(model, lambda: vllm_host.make(str(model)), transport=SHARED)
+    vllm_host.clear()
+
+
+@pytest.fixture
+def experts_subject(experts: Path, vllm_host: VllmHost) -> Generator[GenerateSubject]:
+    yield trained_subject(experts, lambda: vllm_host.make(str(experts)), transport=SHARED)
     vllm_host.clear()
 
 
@@ -134,6 +156,12 @@ def test_torch(check: Any, torch_subject: GenerateSubject) -> None:
 @checks
 def test_vllm(check: Any, vllm_subject: GenerateSubject) -> None:
     check(vllm_subject)
+
+
+@pytest.mark.timeout(600)
+@checks
+def test_vllm_with_experts(check: Any, experts_subject: GenerateSubject) -> None:
+    check(experts_subject)
 
 
 @checks

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrlhf.backends.torch.shards import layout_of
 from asyncrlhf.backends.vllm.options import VllmOptions
-from asyncrlhf.errors import ConfigError, PublishRefused
+from asyncrlhf.errors import ConfigError, GroupError, PublishRefused
 from asyncrlhf.messages import GenerateRequest, Rejected, WeightHandle
 from asyncrlhf.weights.parts import joined
 from tests.integration.reshard_scene import ShardTrainer
@@ -212,6 +212,17 @@ def test_a_probe_may_be_longer_than_any_answer(host: VllmHost, models: list[str]
     assert "this engine has 6" in event.reason
 
 
+def test_an_engine_that_takes_no_turns_does_not_sleep(
+    host: VllmHost, models: list[str], handles: list[WeightHandle]
+) -> None:
+    log = Log(host.make(models[0], sleeps=False))
+    log.publish(handles[0], 0)
+    with pytest.raises(GroupError, match=r"asked to sleep.* sleeps = False; build it with sleeps = True"):
+        log.engine.sleep()
+    assert not log.engine.asleep
+    assert len(log.run(make_requests(2))) == 2
+
+
 def test_a_prompt_longer_than_a_forward_goes_alone(
     host: VllmHost, models: list[str], modules: list[Any], handles: list[WeightHandle]
 ) -> None:
@@ -253,7 +264,7 @@ def test_weights_of_another_shape_are_refused_and_the_old_ones_stay(
         (
             {},
             SHAPE | {"model_type": "mixtral", "num_local_experts": 4},
-            r'\(mixtral\) has a mixture of experts \(num_local_experts = 4\).*use backend = "torch"',
+            r'experts of MixtralForCausalLM in vLLM: .* were not taken .* use backend = "torch"',
         ),
         ({}, SHAPE | LATENT, r"\(deepseek_v2\) has multi-head latent attention \(kv_lora_rank = 16\)"),
     ],

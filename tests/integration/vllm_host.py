@@ -51,8 +51,9 @@ class VllmHost:
         self._made: list[Hosted] = []
 
     def make(self, model: str, **options: Any) -> Hosted:
-        """A sampler of this model with 4 slots. Raises what its constructor raises."""
-        settings = {"device": "cpu", "slots": 4, "max_sequence_tokens": 48, "transport": SHARED} | options
+        """A sampler of this model with 4 slots that can sleep. Raises what its constructor raises."""
+        usual = {"device": "cpu", "slots": 4, "max_sequence_tokens": 48, "transport": SHARED, "sleeps": True}
+        settings = usual | options
         made = Hosted(self, self.call(-1, "make", VllmOptions(model=model, **settings)))
         self._made.append(made)
         return made
@@ -60,6 +61,11 @@ class VllmHost:
     def start_without_room(self, options: VllmOptions) -> None:
         """Build vLLM where no memory is left once it has loaded its weights. Raises what that raises."""
         self.call(-1, "start_without_room", options)
+
+    def start_without_packing(self, options: VllmOptions) -> None:
+        """Build vLLM where the weights of experts are loaded a second time, and stay as they came. Raises what that
+        raises."""
+        self.call(-1, "start_without_packing", options)
 
     def call(self, number: int, verb: str, *arguments: Any) -> Any:
         self._connection.send((number, verb, arguments))
@@ -149,6 +155,7 @@ class Hosted(GenerateEngine):
 
 def _serve(connection: Connection) -> None:
     from asyncrlhf.backends.vllm import engine, worker
+    from asyncrlhf.backends.vllm.experts import Experts
 
     built: dict[VllmOptions, list[Any]] = {}
     make_core: Any = engine.Core
@@ -178,6 +185,9 @@ def _serve(connection: Connection) -> None:
                 result: Any = len(samplers) - 1
             elif verb == "start_without_room":
                 with patch.object(worker, "Arrivals", side_effect=torch.OutOfMemoryError("1 GiB is free")):
+                    result = make_core(*arguments)
+            elif verb == "start_without_packing":
+                with patch.object(Experts, "pack"):
                     result = make_core(*arguments)
             elif verb == "close":
                 result = close(samplers[number])

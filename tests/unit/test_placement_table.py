@@ -9,13 +9,14 @@ from typing import Any, cast
 import pytest
 
 from asyncrlhf import launch
+from asyncrlhf.backends.vllm.options import VllmOptions
 from asyncrlhf.build import build_groups, ledger_rules, places
 from asyncrlhf.config.derive import overlaps
 from asyncrlhf.config.load import load
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.flow.gate import Gate
 from asyncrlhf.flow.ledger import Ledger
-from asyncrlhf.groups import TrainGroup
+from asyncrlhf.groups import Group, TrainGroup
 from asyncrlhf.groups.follower import Follower
 from asyncrlhf.observe import EventLog
 from asyncrlhf.placement.arrange import set_lines
@@ -274,17 +275,48 @@ def test_what_contradicts_it_is_refused_with_both_values(overrides: list[str], m
         placed(*overrides)
 
 
+def built(stage: Stage) -> dict[str, Group]:
+    """On the event loop."""
+    models: Any = SimpleNamespace(
+        directories=dict.fromkeys(stage.wiring.engines, "m"), decode=str, stop_token_ids=(), longest=None
+    )
+    log = EventLog(None)
+    gate = Gate(Ledger(ledger_rules(stage.config)), FakeRows(1), log.emit)
+    return build_groups(stage.config, stage.wiring, models, FakeRuntime(), gate, log)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], False),
+        (["placement.strategy=async"], False),
+        (["placement.strategy=colocate"], True),
+        (["placement.strategy=colocate", "placement.turns=none"], False),
+        (['placement.sets=[["rollout", "reference"], ["policy", "critic"]]'], True),
+        (['placement.sets=[["rollout"], ["policy", "critic"]]', "placement.turns=all"], False),
+    ],
+)
+def test_engines_of_vllm_can_sleep_where_others_have_a_turn_on_their_devices(
+    overrides: list[str], expected: bool
+) -> None:
+    stage = placed("groups.rollout.backend=vllm", *overrides)
+
+    @virtual
+    async def main() -> None:
+        rollout = built(stage)["rollout"]
+        assert isinstance(rollout, Follower)
+        options = [replica.spec.options for replica in rollout.replicas]
+        assert [isinstance(each, VllmOptions) and each.sleeps for each in options] == [expected]
+
+    main()
+
+
 def test_a_critic_s_copy_gets_weights_as_all_others_do() -> None:
     stage = placed("placement.strategy=separation", "publish.transport=collective")
 
     @virtual
     async def main() -> None:
-        models: Any = SimpleNamespace(
-            directories=dict.fromkeys(stage.wiring.engines, "m"), decode=str, stop_token_ids=(), longest=None
-        )
-        rows, log = FakeRows(1), EventLog(None)
-        gate = Gate(Ledger(ledger_rules(stage.config)), rows, log.emit)
-        groups = build_groups(stage.config, stage.wiring, models, FakeRuntime(), gate, log)
+        groups = built(stage)
         found = {name: group.specs for name, group in groups.items() if isinstance(group, TrainGroup)}
         found |= {n: [each.spec for each in g.replicas] for n, g in groups.items() if isinstance(g, Follower)}
         assert found.keys() == {"policy", "critic", "rollout", "shadow_critic"}

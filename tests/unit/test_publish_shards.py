@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import ParallelLayout, WeightHandle, import_object
 from asyncrlhf.weights import checksum as checksums
-from asyncrlhf.weights.checksum import checksum, copy_and_checksum, partial_checksum, tensor_checksum
+from asyncrlhf.weights.checksum import Sums, checksum, partial_checksum, tensor_checksum
 from asyncrlhf.weights.inproc import InprocTransfer
 from asyncrlhf.weights.layout import Box, Layout, full_box, places, without_replicas
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
@@ -71,6 +71,12 @@ def reference(tensor: Tensor) -> int:
     return (total + len(elements) * checksums._BASE ** (len(words) // checksums.BLOCK + 1)) % (1 << 64)
 
 
+def copied_sum(source: Tensor, target: Tensor) -> int:
+    sums = Sums[str]()
+    sums.copy("", source, target, full_box(source.shape), source.shape)
+    return sums.settle()[""]
+
+
 def as_on_a_gpu(tensor: Tensor, box: Box, shape: Sequence[int]) -> int:
     """The partial checksum by the operations that run on GPUs."""
     found: list[int] = []
@@ -113,10 +119,10 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
         regions = [tuple(slice(*side) for side in box) for box in boxes]
         expected, copy = tensor_checksum(whole), torch.empty_like(whole)
         parts = [partial_checksum(whole[region], box, shape) for region, box in zip(regions, boxes, strict=True)]
-        copied = [
-            copy_and_checksum(whole[region], copy[region], box, shape)
-            for region, box in zip(regions, boxes, strict=True)
-        ]
+        sums = Sums[int]()
+        for number, (region, box) in enumerate(zip(regions, boxes, strict=True)):
+            sums.copy(number, whole[region], copy[region], box, shape)
+        copied = [found for _, found in sorted(sums.settle().items())]
         on_device = [as_on_a_gpu(whole[region], box, shape) for region, box in zip(regions, boxes, strict=True)]
         by_definition = reference(whole)
     assert sum(parts) % (1 << 64) == expected == by_definition
@@ -221,8 +227,7 @@ def test_what_is_copied_into_a_part_of_something_wider_is_all_there(low: int) ->
     arrived, memory = torch.randn(40, 16, generator=torch.Generator().manual_seed(1)), torch.zeros(48, 24)
     place = memory[4:44, low : low + 16]
     with blocks_of(32):
-        added = copy_and_checksum(arrived, place, full_box(arrived.shape), arrived.shape)
-        assert added == tensor_checksum(arrived)
+        assert copied_sum(arrived, place) == tensor_checksum(arrived)
     assert torch.equal(place, arrived)
     assert memory.count_nonzero() == arrived.count_nonzero()
 
@@ -235,8 +240,30 @@ def test_a_checksum_does_not_depend_on_how_many_processors_there_are(
     table = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
     with blocks_of(64):
         copy = torch.empty_like(table)
-        assert copy_and_checksum(table, copy, full_box(table.shape), table.shape) == reference(table)
+        assert copied_sum(table, copy) == reference(table)
     assert torch.equal(copy, table)
+
+
+@pytest.mark.parametrize("at_once", [1, 3000, 1 << 30])
+@pytest.mark.parametrize("processors", [{0}, {0, 1, 2, 3}])
+def test_many_tensors_are_copied_and_summed_up_together(
+    at_once: int, processors: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps its own sum, however many wait at once; those of one block and of many, of another type, and empty."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: processors)
+    monkeypatch.setattr(checksums, "AT_ONCE", at_once)
+    random = torch.Generator().manual_seed(1)
+    shapes = [(3,), (40, 16), (0, 8), (7, 5), (64, 32), (), (9, 24)]
+    arrived = {number: torch.randn(shape, generator=random) for number, shape in enumerate(shapes)}
+    places = {number: torch.empty_like(tensor) for number, tensor in arrived.items()}
+    places[4] = places[4].to(torch.bfloat16)
+    with blocks_of(64):
+        sums = Sums[int]()
+        for number, tensor in arrived.items():
+            sums.copy(number, tensor, places[number], full_box(tensor.shape), tensor.shape)
+        assert sums.settle() == {number: tensor_checksum(tensor) for number, tensor in arrived.items()}
+    for number, tensor in arrived.items():
+        assert torch.equal(places[number], tensor.to(places[number].dtype))
 
 
 def received(handle: WeightHandle) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -68,6 +68,25 @@ def test_N14_who_reads_too_late_is_refused_and_the_next_version_is_whole(make: C
     assert same_bits(live, held(needs, weights(DENSE, 0)))
     pull(plan, 2, 3, newest, receiver, staged)
     assert same_bits(staged, held(needs, weights(DENSE, 3)))
+
+
+class Overwritten(SharedMemoryTransfer):
+    """Its memory is written anew as soon as the last tensor was taken."""
+
+    def receive(self, payload: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        found = dict(super().receive(payload))
+        yield from found.items()
+        for tensor in found.values():
+            tensor.zero_()
+
+
+def test_all_is_read_before_a_transport_says_that_it_was_there_to_the_last() -> None:
+    source, destination = ends()
+    senders = {0: Overwritten(), 1: Overwritten()}
+    needs = holding_of(destination, 2)
+    staged, model = allocate(needs), weights(DENSE, 1)
+    pull(make_plan(source, destination, cap=CAP), 2, 1, put(source, senders, 1, model), Overwritten(), staged)
+    assert same_bits(staged, held(needs, model))
 
 
 def test_what_was_not_put_is_named() -> None:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from asyncrlhf.backends.megatron.families import Piece
 from asyncrlhf.backends.megatron.model import Model
 from asyncrlhf.errors import ConfigError
+from asyncrlhf.weights.fused import fused
 
-__all__ = ("Catalogue", "Reader", "fused", "load", "put_together", "weights_of")
+__all__ = ("Catalogue", "Reader", "load", "put_together", "weights_of")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -70,15 +71,6 @@ class Reader:
         if name not in self._open:
             self._open[name] = safe_open(self._directory / name, "pt")
         return self._open[name]
-
-
-def fused(name: str) -> tuple[str, int | None]:
-    """(name, expert) where all experts of a layer are one tensor."""
-    before, found, after = name.partition(".experts.")
-    number, _, kind = after.partition(".")
-    if not found or not number.isdecimal():
-        return name, None
-    return f"{before}.experts.{'down_proj' if kind.startswith('down') else 'gate_up_proj'}", int(number)
 
 
 @torch.no_grad()

@@ -3,8 +3,9 @@ have them: all experts of a layer in two tensors, gate above up."""
 
 from __future__ import annotations
 
-from asyncrlhf.backends.megatron.exchange import Catalogue, Held, fused
+from asyncrlhf.backends.megatron.exchange import Catalogue, Held
 from asyncrlhf.backends.megatron.families import Piece
+from asyncrlhf.weights.fused import fused
 from asyncrlhf.weights.layout import Box, Holding, Layout, LocalTensor, Place, Slice, full_box
 from asyncrlhf.weights.shapes import Dtype, Parameter, Part
 

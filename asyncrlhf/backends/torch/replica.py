@@ -11,7 +11,7 @@ from asyncrlhf.abc import WeightTransfer
 from asyncrlhf.backends.torch.model import Model
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
-from asyncrlhf.weights.checksum import copy_and_checksum, require_checksum
+from asyncrlhf.weights.checksum import Sums, require_checksum
 from asyncrlhf.weights.layout import full_box
 from asyncrlhf.weights.regions import require_shape
 
@@ -86,13 +86,18 @@ class Replica:
 
     def _receive(self, handle: WeightHandle, into: Mapping[str, Tensor]) -> None:
         """Fill a set of buffers, and check what is now in them (before a change of dtype, if any)."""
-        parts: dict[str, int] = {}
+        sums, missing = Sums[str](), set(into)
         for name, tensor in self._transport(handle.transport).receive(handle.payload):
             require_shape(handle.version, name, tensor.shape, self._shapes.get(name))
-            parts[name] = copy_and_checksum(tensor, into[name], full_box(tensor.shape), tensor.shape)
-        if missing := sorted(into.keys() - parts.keys()):
-            raise PublishRefused(f"version {handle.version} lacks {len(missing)} parameters, among them {missing[0]!r}")
-        require_checksum(handle, parts.items())
+            sums.copy(name, tensor, into[name], full_box(tensor.shape), tensor.shape)
+            missing.discard(name)
+            if not missing:
+                sums.settle()  # before the transport says whether the bytes were there to the last
+        if missing:
+            raise PublishRefused(
+                f"version {handle.version} lacks {len(missing)} parameters, among them {min(missing)!r}"
+            )
+        require_checksum(handle, sums.settle().items())
 
     def _transport(self, path: str) -> WeightTransfer:
         if path not in self._transports:

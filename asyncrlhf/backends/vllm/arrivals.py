@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrlhf.abc import WeightTransfer
+from asyncrlhf.backends.vllm.experts import TORCH, Experts, published
 from asyncrlhf.backends.vllm.slices import Slices, shapes_in
 from asyncrlhf.errors import ConfigError, PublishRefused
 from asyncrlhf.messages import WeightHandle, import_object
@@ -21,7 +22,7 @@ __all__ = ("Arrivals",)
 
 class Arrivals:
     """Reads slices where there is a table of them, and whole parameters through the model's own loaders otherwise:
-    those cut and fuse what arrives."""
+    those cut and fuse what arrives. Models with experts are loaded whole."""
 
     def __init__(
         self,
@@ -33,7 +34,8 @@ class Arrivals:
         beside: Sequence[Sequence[int]],
     ) -> None:
         """`directory`: where the model was loaded from, by worker `rank` of `ranks`. `beside`: see VllmOptions. Raises
-        ConfigError if the directory names no shapes to check by."""
+        ConfigError if the directory names no shapes to check by, or if weights that come later would not become what
+        vLLM computes with."""
         self._model, self._device = model, device
         self._shapes = dict(shapes_in(directory))
         if not self._shapes:
@@ -44,7 +46,10 @@ class Arrivals:
         self._parameters = dict(model.named_parameters())
         self._shapes_here = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._spare = self._allocated()
-        self.slices = Slices.of(directory, self._parameters, rank, ranks, beside)
+        self._experts = Experts(model)
+        if self._experts:
+            self._require_same(directory)
+        self.slices = None if self._experts else Slices.of(directory, self._parameters, rank, ranks, beside)
         """None: no table."""
         self._transports: dict[str, WeightTransfer] = {}
 
@@ -54,11 +59,9 @@ class Arrivals:
         slices the checksum is to be held against the announced one, of all workers together; without, it raises
         PublishRefused for a wrong one, too."""
         self._spare = self._spare or self._allocated()
-        if self.slices is not None:
-            return self.slices.receive(handle, self._spare)
         self._exchange()
         try:
-            return self._load(handle)
+            return self._fill(handle)
         finally:
             self._exchange()
 
@@ -73,15 +76,30 @@ class Arrivals:
     @torch.no_grad()
     def refill(self, handle: WeightHandle) -> Receipt | None:
         """After `release`: fill the set in use; what is padding is 0. Raises PublishRefused as `receive` does."""
-        if self._device.type != "cpu":  # vLLM has given the memory back as it was found
-            for parameter in self._parameters.values():
-                parameter.zero_()
-        else:
+        if self._device.type == "cpu":
             for name, tensor in self._allocated().items():
                 self._parameters[name].data = tensor
+            return self._fill(handle)
+        kept = {name: parameter.data.zero_() for name, parameter in self._parameters.items()}  # as vLLM gave it back
+        try:
+            receipt = self._fill(handle)
+            for name, parameter in self._parameters.items():
+                if parameter.data_ptr() != kept[name].data_ptr():
+                    kept[name].copy_(parameter)
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = kept[name]
+        return receipt
+
+    def _fill(self, handle: WeightHandle) -> Receipt | None:
+        """Read weights into what the model's parameters now are."""
+        self._experts.unpack()
         if self.slices is not None:
-            return self.slices.receive(handle, {name: p.data for name, p in self._parameters.items()})
-        return self._load(handle)
+            receipt = self.slices.receive(handle, {name: p.data for name, p in self._parameters.items()})
+        else:
+            receipt = self._load(handle)
+        self._experts.pack()
+        return receipt
 
     def _load(self, handle: WeightHandle) -> None:
         """Let the model read weights into what its parameters now are."""
@@ -104,6 +122,36 @@ class Arrivals:
                 f"{missing[0]!r}"
             )
         require_checksum(handle, parts.items())
+
+    @torch.no_grad()
+    def _require_same(self, directory: Path) -> None:
+        """Fill the second set with the weights of `directory`, as a trainer would publish them. Raises ConfigError
+        unless both sets are the same then, bit by bit."""
+        self._shapes.clear()
+        model = type(self._model).__name__
+        self._exchange()
+        try:
+            self._experts.unpack()
+            self._model.load_weights(self._from(directory))  # type: ignore[operator]
+            self._experts.pack()
+        except Exception as error:  # whatever a model's loader raises for names and shapes it does not know
+            raise ConfigError(
+                f"no weights are published into experts of {model} in vLLM: their own, named as trainers name them, "
+                f"were not taken ({type(error).__name__}: {error}); {TORCH}"
+            ) from error
+        finally:
+            self._exchange()
+        for name, parameter in self._parameters.items():
+            if not torch.equal(parameter, self._spare[name]):
+                raise ConfigError(
+                    f"no weights are published into experts of {model} in vLLM: its own {name!r} became something else "
+                    f"when it was loaded again; {TORCH}"
+                )
+
+    def _from(self, directory: Path) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in published(directory):
+            self._shapes[name] = tensor.shape
+            yield name, tensor.to(self._device)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -130,7 +178,8 @@ class Arrivals:
         if handle.transport not in self._transports:
             self._transports[handle.transport] = import_object(handle.transport)()
         for name, tensor in self._transports[handle.transport].receive(handle.payload):
-            require_shape(handle.version, name, tensor.shape, self._shapes.get(name, tensor.shape))
+            unknown = None if self._experts else tensor.shape
+            require_shape(handle.version, name, tensor.shape, self._shapes.get(name, unknown))
             arrived = tensor.to(self._device)
             parts[name] = tensor_checksum(arrived)
             yield name, arrived

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Core:
             kv_cache_memory_bytes=_cache_bytes(options, config, places),
             gpu_memory_utilization=options.gpu_memory_utilization,
             enforce_eager=options.enforce_eager or CPU_BUILD,
-            enable_sleep_mode=not CPU_BUILD,  # there the workers free their memory without it
+            enable_sleep_mode=options.sleeps and not CPU_BUILD,  # there the workers free their memory without it
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
             async_scheduling=False,
@@ -185,25 +185,19 @@ def _require_device(options: VllmOptions) -> None:
 
 
 def _require_plain_weights(options: VllmOptions, config: dict[str, Any]) -> None:
-    """A new version reaches parameters; from those of experts and of compressed attention vLLM derives others at the
-    start, packed or multiplied out, which it would not reach."""
-    found = next(_numbers_of("experts", config), None) or next(_numbers_of("kv_lora_rank", config), None)
-    if found is not None:
-        key, number = found
-        what = "multi-head latent attention" if key == "kv_lora_rank" else "a mixture of experts"
+    """A new version reaches parameters; from those of compressed attention vLLM derives others at the start, multiplied
+    out, which it would not reach."""
+    if (rank := _latent_rank(config)) is not None:
         raise ConfigError(
-            f"model = {options.model!r} ({config.get('model_type')}) has {what} ({key} = {number}), and no weights are "
-            'published into such a model in vLLM; use backend = "torch" for it'
+            f"model = {options.model!r} ({config.get('model_type')}) has multi-head latent attention (kv_lora_rank = "
+            f'{rank}), and no weights are published into such a model in vLLM; use backend = "torch" for it'
         )
 
 
-def _numbers_of(ending: str, config: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Keys that end so, with their numbers above 1, in nested tables, too."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _numbers_of(ending, value)
-        elif key.endswith(ending) and isinstance(value, int) and value > 1:
-            yield key, value
+def _latent_rank(config: dict[str, Any]) -> int | None:
+    """In nested tables, too."""
+    nested = (_latent_rank(value) for value in config.values() if isinstance(value, dict))
+    return config.get("kv_lora_rank") or next((rank for rank in nested if rank), None)
 
 
 def _head_size(config: dict[str, Any]) -> int:

@@ -17,7 +17,7 @@ from asyncrlhf.backends.requests import already_complete, why_not
 from asyncrlhf.backends.vllm.answers import Answer
 from asyncrlhf.backends.vllm.core import Core, SamplingParams
 from asyncrlhf.backends.vllm.options import VllmOptions
-from asyncrlhf.errors import PublishRefused
+from asyncrlhf.errors import GroupError, PublishRefused
 from asyncrlhf.messages import EngineEvent, GenerateRequest, Rejected, WeightHandle, import_object
 from asyncrlhf.weights.collective import is_shared_here
 from asyncrlhf.weights.pull import Receipt, require_whole
@@ -145,6 +145,11 @@ class VllmSampler(GenerateEngine):
     def sleep(self) -> Sequence[EngineEvent]:
         if self.asleep:
             return []
+        if not self.options.sleeps:
+            raise GroupError(
+                f"the engine of model = {self.options.model!r} was asked to sleep, and was built with sleeps = False; "
+                "build it with sleeps = True, as those of groups that take turns are"
+            )
         events, self._unsent = self._unsent, []
         answers = list(self._running.values())
         events += filter(None, [answer.report(self.version) for answer in answers])

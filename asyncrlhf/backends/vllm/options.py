@@ -41,6 +41,9 @@ class VllmOptions(Table, frozen=True, kw_only=True):
     beside: tuple[tuple[int, ...], ...] = ()
     """For each process the ranks of the trainer from which it takes weights before it asks others: first the one on
     whose device it is. Empty: none is nearer than others."""
+    sleeps: bool = False
+    """It takes turns with others on its devices, and `sleep` gives memory back; on GPUs through vLLM's sleep mode,
+    which allocates weights and KV cache from a pool of its own."""
 
     def __post_init__(self) -> None:
         if self.beside and len(self.beside) != self.tensor_parallel:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrlhf.flow.ledger import Ledger, LedgerRules
-from asyncrlhf.placement.simulate import Pipeline, Simulated, Simulation, simulate
+from asyncrlhf.placement.pipeline import Pipeline, Simulated
+from asyncrlhf.placement.simulate import Simulation, simulate
 
 Draw = Callable[[Random], float]
 

@@ -8,8 +8,9 @@ import pytest
 
 from asyncrlhf.flow.ledger import LedgerRules
 from asyncrlhf.observe.events import AnyEvent, TurnTaken
-from asyncrlhf.placement.simulate import Pipeline, simulate
-from asyncrlhf.placement.turning import measured_turning, usual_turning
+from asyncrlhf.placement.pipeline import Pipeline
+from asyncrlhf.placement.simulate import simulate
+from asyncrlhf.placement.turning import measured_turning, turns_of_both, usual_turning
 
 GENERATE, TRAIN, PUBLISH = 10.0, 4.0, 2.0
 """Seconds: 10 tokens of 1 s for all of a batch, a train step, and a publish of which 0.5 is the export."""
@@ -87,8 +88,11 @@ def test_changes_of_turns_are_read_from_a_run() -> None:
 
     events: list[AnyEvent] = [turn(0, "policy", 9.0), turn(1, "rollout", 0.3), turn(2, "policy", 0.1)]
     events += [turn(3, "rollout", 0.5), turn(4, "policy", 0.2), turn(5, "rollout", 9.0), turn(6, "policy", 0.3)]
-    found = measured_turning(events, 1, {"policy"})
-    assert (found.to_train, found.to_generate) == (0.2, 0.5)
+    events += [turn(6, "reference", 0.05), TurnTaken(t=7, devices="others", group="reward", seconds=9.0)]
+    turns = turns_of_both(events, "rollout", {"policy"})
+    assert {event.devices for event in turns} == {"shared"}
+    found = measured_turning([event for event in turns if event.t >= 1], "rollout", {"policy"})
+    assert (found.to_train, found.to_generate, found.to_read) == (0.2, 0.5, 0.05)
     assert (found.cold_train, found.cold_generate, found.uneven) == (0.0, 0.0, 1.0)
 
 
