@@ -1,8 +1,9 @@
-"""Experts behind vLLM's sampler: their weights are not computed with as they come. A process in which vLLM has begun with
-a model without experts cannot have one with them: these tests have their own."""
+"""Experts behind vLLM's sampler: their weights are not computed with as they come. A process in which vLLM has begun
+with a model without experts cannot have one with them: these tests have their own."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_experts_that_are_not_what_vllm_has_made_of_them_are_refused_at_the_star
 ) -> None:
     with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM .* became something else when .* use backend = .torch"):
         host.start_without_packing(VllmOptions(model=make_model(tmp_path, **EXPERTS), device="cpu", transport=SHARED))
+
+
+def test_experts_in_layers_that_are_not_known_are_refused_at_the_start(host: VllmHost, tmp_path: Path) -> None:
+    """As if Qwen2 had them, in layers of its own."""
+    model = make_model(tmp_path, **SHAPE)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 4}))
+    with pytest.raises(ConfigError, match="num_experts = 4, and Qwen2ForCausalLM has its experts in no layer"):
+        host.make(model)
 
 
 def test_a_family_whose_experts_trainers_name_otherwise_is_refused_at_the_start(host: VllmHost, tmp_path: Path) -> None:
