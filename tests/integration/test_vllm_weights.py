@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from asyncrlhf.abc import GenerateEngine
-from asyncrlhf.backends.vllm.options import VllmOptions
-from asyncrlhf.errors import ConfigError, PublishRefused
+from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import WeightHandle
 from asyncrlhf.weights.layout import Layout, places
 from asyncrlhf.weights.plan import make_plan
@@ -21,23 +19,12 @@ from asyncrlhf.weights.shapes import model_shape
 from asyncrlhf.weights.torch_layout import fsdp_layout, replicated_layout
 from asyncrlhf.weights.vllm_layout import VllmParallel, vllm_layout
 from tests.integration.crew import Crew
-from tests.integration.torch_sampling import Log, batch_of, check
+from tests.integration.torch_sampling import Log, batch_of, check, require_probe
 from tests.integration.torch_scene import PolicyLoss, make_batch, make_model, make_requests, trainer
 from tests.integration.vllm_host import ENGINES_ONLY, SHARED, Hosted, VllmHost
 
 pytestmark = pytest.mark.timeout(480)
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
-
-EXPERTS = SHAPE | {
-    "model_type": "qwen3_moe",
-    "head_dim": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,  # not a multiple of 32, which vLLM's kernels on CPUs take: it is padded
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +43,6 @@ def crew() -> Generator[Crew]:
 def pair(host: VllmHost, model: str) -> Hosted:
     """A sampler of two processes that share every layer."""
     return host.make(model, tensor_parallel=2)
-
-
-def require_probe(engine: GenerateEngine, handle: WeightHandle) -> None:
-    assert handle.probe is not None
-    np.testing.assert_allclose(engine.probe(handle.probe.token_ids), handle.probe.logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("sharding", ["none", "full"])
@@ -141,48 +123,6 @@ def test_a_family_without_a_table_is_loaded_whole_by_vllm(host: VllmHost, tmp_pa
     log.engine.wake(msgspec.structs.replace(weights, version=2))
     again = msgspec.structs.replace(request, request_id="again")
     assert log.run([again])["again"].token_ids == log.samples[request.request_id].token_ids
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_experts_are_packed_anew_with_every_version(host: VllmHost, tmp_path: Path, processes: int) -> None:
-    """Answers go on across publishes, weights that are refused, and a sleep; what the directory holds is never sampled
-    with."""
-    models = [make_model(tmp_path / str(seed), seed=seed, **EXPERTS) for seed in range(3)]
-    modules = [AutoModelForCausalLM.from_pretrained(model) for model in models]
-    trainers = [trainer(model, transport=SHARED) for model in models[:2]]
-    first, second = (follows.export(0) for follows in trainers)
-    wider = trainer(make_model(tmp_path / "wider", **EXPERTS | {"moe_intermediate_size": 64}), transport=SHARED)
-    log = Log(host.make(models[2], tensor_parallel=processes))
-    log.publish(first, 0)
-    requests = make_requests(6, max_tokens=24, stops=())
-    log.run(requests, steps=5)
-    log.publish(second, 1)
-    require_probe(log.engine, second)
-    log.run([], steps=5)
-    with pytest.raises(PublishRefused, match=r"down_proj' of shape \(4, 64, 64\), .* has as \(4, 64, 48\)"):
-        log.publish(wider.export(2), 2)
-    with pytest.raises(PublishRefused, match="announced with checksum"):
-        log.publish(msgspec.structs.replace(first, checksum=first.checksum ^ 1), 2)
-    require_probe(log.engine, second)
-    log.publish(first, 2)
-    require_probe(log.engine, first)
-    log.run([], steps=5)
-    log.take(log.engine.sleep())
-    with pytest.raises(PublishRefused, match="announced with checksum"):
-        log.engine.wake(msgspec.structs.replace(first, version=3, checksum=first.checksum ^ 1))
-    log.engine.wake(msgspec.structs.replace(second, version=3))
-    require_probe(log.engine, second)
-    log.run([])
-    for request in requests:
-        check([modules[0], modules[1], modules[0], modules[1]], request, log.samples[request.request_id])
-    assert {version for sample in log.samples.values() for version in sample.versions()} == {0, 1, 2, 3}
-
-
-def test_experts_that_are_not_what_vllm_has_made_of_them_are_refused_at_the_start(
-    host: VllmHost, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM .* became something else when .* use backend = .torch"):
-        host.start_without_packing(VllmOptions(model=make_model(tmp_path, **EXPERTS), device="cpu", transport=SHARED))
 
 
 def test_M1_memory_goes_with_sleep_and_comes_back_once(host: VllmHost, tmp_path: Path) -> None:

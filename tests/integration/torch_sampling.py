@@ -93,3 +93,9 @@ def batch_of(requests: list[GenerateRequest], samples: dict[str, Sample]) -> Tra
         rollouts=tuple(range(len(rows))),
         columns={"token_ids": ArrayColumn("sequence", tuple(rows))},
     )
+
+
+def require_probe(engine: GenerateEngine, handle: WeightHandle) -> None:
+    """It computes with these weights."""
+    assert handle.probe is not None
+    np.testing.assert_allclose(engine.probe(handle.probe.token_ids), handle.probe.logprobs, atol=1e-5)

@@ -46,7 +46,7 @@ class Arrivals:
         self._parameters = dict(model.named_parameters())
         self._shapes_here = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._spare = self._allocated()
-        self._experts = Experts(model)
+        self._experts = Experts(model, directory)
         if self._experts:
             self._require_same(directory)
         self.slices = None if self._experts else Slices.of(directory, self._parameters, rank, ranks, beside)

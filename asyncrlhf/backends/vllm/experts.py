@@ -8,6 +8,7 @@ weights of the model's own directory.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,14 +40,19 @@ KEPT = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoE
 class Experts:
     """The layers of experts of a model; false if it has none."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """`model`: as vLLM has loaded it. Raises ConfigError for one from whose weights, beside experts, vLLM derives
-        what is no parameter."""
+    def __init__(self, model: nn.Module, directory: Path) -> None:
+        """`model`: as vLLM has loaded it from `directory`. Raises ConfigError for one whose experts are in layers that
+        are not known here, or from whose other weights vLLM derives what is no parameter."""
         self._layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
         if not self._layers:
+            config = json.loads((directory / "config.json").read_bytes())
+            for key, number in _numbers_of("experts", config):
+                raise ConfigError(
+                    f"{key} = {number}, and {type(model).__name__} has its experts in no layer of vLLM's into which "
+                    f"weights are published; {TORCH}"
+                )
             return
-        methods = {type(getattr(layer, "quant_method", None)) for layer in model.modules()}
-        for method in methods:
+        for method in {type(getattr(layer, "quant_method", None)) for layer in model.modules()}:
             if issubclass(method, QuantizeMethodBase) and method not in KEPT:
                 raise ConfigError(
                     f"no weights are published into experts beside layers of {method.__name__} in vLLM; {TORCH}"
@@ -81,6 +87,15 @@ class Experts:
                 layer._parameters.update(loaded)
             for name, parameter in loaded.items():
                 parameter.data = packed[name]
+
+
+def _numbers_of(ending: str, config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Keys that end so, with their numbers above 1, in nested tables, too."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _numbers_of(ending, value)
+        elif key.endswith(ending) and isinstance(value, int) and value > 1:
+            yield key, value
 
 
 def _own(layer: nn.Module) -> dict[str, nn.Parameter]:
