@@ -45,7 +45,10 @@ __all__ = (
 
 
 class AsyncRLHFError(Exception):
-    """Base of every error raised on purpose by asyncrlhf."""
+    """Base of every error raised on purpose by asyncrlhf. One without words says its name."""
+
+    def __str__(self) -> str:
+        return super().__str__() or type(self).__name__
 
 
 class ConfigError(AsyncRLHFError, ValueError):

@@ -18,8 +18,9 @@ RERUN = [
     "--rerun-show-tracebacks",
     *(f"--rerun-exclude-path={ROOT / 'tests' / pure}" for pure in ("unit", "contract")),
 ]
-"""A test of real processes that fails is run once more, on a machine that others use, too. One that passes then is
-listed as RERUN, with what it had failed for: it is to be mended."""
+"""A test outside tests/unit and tests/contract, most of which have real processes, that fails is run once more, on a
+machine that others use, too. One that passes then is listed as RERUN, with what it had failed for: it is to be
+mended."""
 
 STEPS: tuple[tuple[str, list[str]], ...] = (
     ("lint", [str(BIN / "ruff"), "check", "."]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,9 +18,20 @@ from asyncrlhf.backends.torch.guard import guard_companions
 guard_companions()
 
 settings.register_profile("explore", deadline=None)
-"""By hand: `pytest --hypothesis-profile=explore` draws other examples each time."""
+"""Other examples each time: where EXAMPLES asks for a number of them, and for `pytest --hypothesis-profile=explore`."""
 settings.register_profile("any machine", deadline=None, derandomize=True)
-settings.load_profile("any machine")
+settings.load_profile("explore" if "EXAMPLES" in os.environ else "any machine")
+
+PURE = tuple(Path(__file__).parent / name for name in ("unit", "contract"))
+"""Of tests none of which takes long."""
+PURE_SECONDS = 120.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One that waits for ever is to end before its caller does; others have the timeout of pyproject.toml."""
+    for item in items:
+        if any(item.path.is_relative_to(pure) for pure in PURE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(PURE_SECONDS))
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,6 @@ from asyncrlhf.observe.log import EventLog
 __all__ = ("Coordinator",)
 
 Phase = Literal["prepare", "commit"]
-ONE_SERVES = "a rollout engine", "that serves"
 
 
 class Coordinator:
@@ -118,8 +117,8 @@ class Coordinator:
         as later; this waits until one serves. Raises what the export of a trained model raises."""
         version = self.version
         self._remember(await asyncio.gather(*(group.export(version) for group in self._sources)))
-        with self.waits.on(*ONE_SERVES):
-            await self._fencing.launch()
+        await self._fencing.launch()
+        await self._one_serves()
         self._gate.publish(version)
         if self._evaluator is not None and self._tasks is not None:  # a resume forgets the one that came after its step
             self._evaluator.start(version, version, self._tasks)
@@ -224,13 +223,16 @@ class Coordinator:
                 await self._one_after_another("commit")
             else:
                 await self._side_by_side("commit")
-            if not self._members.serving:
-                with self.waits.on(*ONE_SERVES):
-                    await self._fencing.one_serves()
+            await self._one_serves()
         finally:
             if self._mode == "drain":
                 for follower in self._followers:
                     follower.release()
+
+    async def _one_serves(self) -> None:
+        if self._followers and not self._members.serving:
+            with self.waits.on("a rollout engine", "that serves"):
+                await self._fencing.one_serves()
 
     def _published(self, version: int, moved: Sequence[WeightHandle], began: float, exposed: float) -> None:
         """P rises."""
@@ -277,6 +279,8 @@ class Coordinator:
                 self._members.acknowledge(replica.key, incarnation)
                 return
             async with follower.turn.taken(), asyncio.timeout(self._timeout):
+                if self._members.incarnation[replica.key] != incarnation:  # its restart brings the weights
+                    return
                 if phase == "prepare":
                     await follower.prepare(replica, weights)
                     self._members.acknowledge(replica.key, incarnation)

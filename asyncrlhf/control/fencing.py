@@ -1,7 +1,8 @@
 """Fencing: an engine that fails is refused from then on, started again, and joins at the newest weights.
 
 A restart waits for its delay, the new engine, and the weights; `one_serves` waits until any engine serves. What fails
-before there are weights to come back with is started again as soon as there are.
+before there are weights to come back with is started again as soon as there are. Whoever sends weights to an engine
+sends them to the incarnation that was there when it began.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Fencing:
             restart.cancel()
 
     async def launch(self) -> None:
-        """Bring the first weights to every engine; returns when each has them or has been fenced, and one serves.
-        Raises PublishRefused."""
+        """Bring the first weights to every engine; returns when each has them or has been fenced. Raises
+        PublishRefused."""
         self._launched = True
         async with asyncio.TaskGroup() as tasks:
             for follower, replica in self.engines:
@@ -66,8 +67,6 @@ class Fencing:
                     tasks.create_task(self._serve_first(follower, replica))
                 else:
                     self._begin_again(follower, replica)
-        if self.engines:
-            await self.one_serves()
 
     async def _serve_first(self, follower: Follower, replica: Replica) -> None:
         incarnation = self.members.incarnation[replica.key]
@@ -86,12 +85,15 @@ class Fencing:
             await self._joined.wait()
 
     async def send(self, follower: Follower, replica: Replica) -> int:
-        """Both phases for an engine that does not serve yet; gives the version it then holds. Raises GroupError."""
-        weights = follower.newest()
+        """Both phases for an engine that does not serve yet; gives the version it then holds. Raises GroupError, also
+        when it has been fenced meanwhile."""
+        weights, incarnation = follower.newest(), self.members.incarnation[replica.key]
         assert weights is not None
         try:
             async with follower.turn.taken(), asyncio.timeout(self._timeout):
+                self._require(replica, incarnation)
                 await follower.prepare(replica, weights)
+                self._require(replica, incarnation)
                 await follower.commit(replica, weights.version)
                 await self.probe(follower, replica, weights)
         except TimeoutError:
@@ -99,6 +101,11 @@ class Fencing:
                 f"{replica.key} did not take version {weights.version} within publish.timeout = {self._timeout:g} s"
             ) from None
         return weights.version
+
+    def _require(self, replica: Replica, incarnation: int) -> None:
+        """Raises GroupError when it is another one by now: its restart brings that one the weights."""
+        if self.members.incarnation[replica.key] != incarnation:
+            raise GroupError(f"{replica.key} has been fenced meanwhile: {self._reasons[replica.key]}")
 
     async def probe(self, follower: Follower, replica: Replica, weights: WeightHandle) -> None:
         """Raises GroupError when an engine does not compute with the weights it has committed."""
@@ -121,6 +128,7 @@ class Fencing:
         """Whatever this incarnation still says is refused; another one is started, if nobody is at that already."""
         if incarnation != self.members.incarnation[replica.key]:
             return
+        reason = reason or "it gave no reason"
         self.members.fence(replica.key)
         self.fenced.append(replica.key)
         self._reasons[replica.key] = reason
@@ -137,24 +145,20 @@ class Fencing:
 
     async def _revive(self, follower: Follower, replica: Replica) -> None:
         """Restart an engine until it takes the weights, and let it join. Raises GroupError after `max_restarts`."""
-        loop, budget = asyncio.get_running_loop(), replica.budget
-        reason = self._reasons[replica.key]
-        while reason:
+        loop, budget, incarnation = asyncio.get_running_loop(), replica.budget, -1
+        while incarnation != self.members.incarnation[replica.key]:
             delay = budget.failed(loop.time())
             if delay is None:
                 raise GroupError(
                     f"{replica.key} failed {len(budget.failures)} times, groups.{follower.name}.max_restarts = "
-                    f"{budget.limit}; the last time: {reason}"
+                    f"{budget.limit}; the last time: {self._reasons[replica.key]}"
                 )
             incarnation = self.members.incarnation[replica.key]
             try:
                 await follower.restart(replica, delay)
                 await self._catch_up(follower, replica)
-                current = self.members.incarnation[replica.key] == incarnation
-                reason = "" if current else self._reasons[replica.key]
             except GroupError as error:
-                reason = str(error)
-                self.fence(follower, replica, incarnation, reason)
+                self.fence(follower, replica, incarnation, str(error))
         del self._restarts[replica.key]
         self.members.join(replica.key)
         budget.serves(loop.time())

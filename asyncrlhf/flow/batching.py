@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrlhf.flow.gate import Popped
 from asyncrlhf.messages import (
+    ArrayColumn,
     Column,
     Experience,
     PerSample,
@@ -25,6 +26,7 @@ from asyncrlhf.messages import (
     RunColumn,
     Sample,
     Segment,
+    Stored,
     TrainBatch,
     column_of,
     sequence_column,
@@ -63,7 +65,7 @@ def rows_of(experiences: Sequence[Experience]) -> list[tuple[int, Experience, in
 def build_batch(popped: Popped, max_staleness: int) -> TrainBatch:
     """The TrainBatch of a pop. Masked: tokens older than the bound, not trainable, or written by an environment.
 
-    Raises ValueError when an experience's column does not fit its samples.
+    Raises ValueError when an experience's column does not fit its samples, or holds what is no number.
     """
     step, experiences = popped.batch.step, popped.experiences
     samples = [sample for e in experiences for sample in e.rollout.samples]
@@ -90,7 +92,7 @@ def build_batch(popped: Popped, max_staleness: int) -> TrainBatch:
             continue
         if missing:
             raise ValueError(f"column {name!r} is None for uid {missing[0]} but filled for others of the same batch")
-        columns[name] = column_of(level, [row for e in experiences for row in _values(e, name, level)])
+        columns[name] = _column(experiences, name, level)
     unmasked = tuple([sum([int(m) * n for m, n in zip(*row, strict=True)]) for row in zip(masks, counts, strict=True)])
     counted = sum(popped.batch.trained.values())
     if _from_policy(popped.experiences) and sum(unmasked) != counted:
@@ -161,6 +163,30 @@ def _from_policy(experiences: Sequence[Experience]) -> bool:
     return all(s.source == "model" for e in experiences for x in e.rollout.samples for s in x.segments)
 
 
+def _column(experiences: Sequence[Experience], name: str, level: Level) -> Column:
+    rows = [(e.prompt.uid, i, row) for e in experiences for i, row in enumerate(_values(e, name, level))]
+    try:
+        column = column_of(level, [row for *_, row in rows])
+    except (TypeError, ValueError):
+        _require_numbers(name, rows)
+        raise
+    if isinstance(column, ArrayColumn) and any(np.isnan(row).any() for row in column.fetch()):  # as numpy reads None
+        _require_numbers(name, rows)
+    return column
+
+
+def _require_numbers(name: str, rows: Sequence[tuple[int, int, Sequence[float]]]) -> None:
+    """Raises ValueError for the first value that is no number."""
+    for uid, answer, row in rows:
+        for value in () if isinstance(row, Stored) else row:
+            try:
+                float(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"uid {uid}, answer {answer}: column {name!r} holds {value!r}, which is no number"
+                ) from error
+
+
 def _values(experience: Experience, name: str, level: Level) -> Sequence[Sequence[float]]:
     """A column of one experience, a row for each of its answers."""
     column, samples = getattr(experience, name), experience.rollout.samples
@@ -171,6 +197,8 @@ def _values(experience: Experience, name: str, level: Level) -> Sequence[Sequenc
     if level == "sample":
         return [(value,) for value in column]
     for answer, (row, sample) in enumerate(zip(column, samples, strict=True)):
+        if row is None:
+            raise ValueError(f"uid {experience.prompt.uid}, answer {answer}: column {name!r} holds None, not numbers")
         if len(row) != len(sample.token_ids):
             raise ValueError(
                 f"uid {experience.prompt.uid}, answer {answer}: column {name!r} has {len(row)} values for "

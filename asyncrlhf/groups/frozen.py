@@ -84,7 +84,11 @@ class FrozenEngine:
         """When a lost one is started again, in words; "" while it serves. `now`: of the event loop."""
         if self._now is None or not self._now.lost:
             return ""
-        return self._budget.when(now) or "will be started again"
+        if self._failure:
+            return "was lost too often"
+        if self._tasks is not None and (self._restarting is None or self._restarting.done()):
+            return "will be started again when it is asked"
+        return self._budget.when(now) or "is being started again"
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         """The result, of whichever incarnation gives one. Raises GroupError when there will be none, DataLost when

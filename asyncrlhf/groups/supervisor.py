@@ -13,7 +13,8 @@ class RestartBudget:
     again at once for an engine that has served for `calm` seconds since.
 
     Example: with limit = 4, failures at 0, 10, 20 and 30 s give the delays 0, 1, 2 and 4 s. A fifth one within the hour
-    gives None, however well it has served; an hour after the first it gives 8 s, or 0 after ten minutes of service.
+    gives None, however well it has served. At 3600 s the first is forgotten, so that it gives 4 s, or 0 after ten
+    minutes of service.
     """
 
     limit: int

@@ -22,12 +22,12 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
         f"speed       {rate(rates['steps_s'])} steps/s, {rate(rates['trained_tokens_s'])} trained tokens/s, "
         f"{rate(rates['samples_s'])} samples/s",
         f"tokens      {tokens['generated']:,} generated = {tokens['trained']:,} trained + {tokens['masked']:,} "
-        f"masked (over age {percent(staleness['masked_fraction'])}, no signal "
-        f"{percent(staleness['untrainable_fraction'])}) + {tokens['dropped']:,} dropped + {tokens['open']:,} open; "
-        f"useful {percent(summary['useful_token_fraction'])}",
+        f"masked + {tokens['dropped']:,} dropped + {tokens['open']:,} open; useful "
+        f"{percent(summary['useful_token_fraction'])}",
         f"staleness   {_since(staleness)}lag {short(staleness['mean_token_lag'])} mean, "
         f"{short(staleness['max_token_lag'])} max, bound "
-        f"{short(staleness['bound'])}; over age {percent(staleness['masked_fraction'])}, expired "
+        f"{short(staleness['bound'])}; over age {percent(staleness['masked_fraction'])}, no signal "
+        f"{percent(staleness['untrainable_fraction'])}, expired "
         f"{percent(staleness['expired_fraction'])}; lags {_histogram(staleness['histograms']['token'])}",
         f"busy        {_generation(busy, shares)}train {percent(busy['train'])} (waits "
         f"{percent(shares['train']['wait'])}, sync {percent(shares['train']['sync'])})",
@@ -51,7 +51,7 @@ def report_lines(summary: Mapping[str, Any], directory: Path | None) -> list[str
         )
     if staleness["masked_fraction"]:
         lines.append(
-            f"over age    by position {_deciles(staleness['masked_by_position'])}; by length "
+            f"over age    {_since(staleness)}by position {_deciles(staleness['masked_by_position'])}; by length "
             f"{_deciles(staleness['masked_by_length'])} (tenths, % of all tokens)"
         )
     if directory is not None:

@@ -46,10 +46,11 @@ class Summary:
     `result()` is what the file holds. Rates and shares are of the steady state: the train steps without their first
     fifth. A share or a rate that does not exist (no step yet) is null. Keys beyond the contract: `masked_by_position`
     and `masked_by_length` split `masked_fraction` (over age, of all model tokens popped) into ten deciles each;
-    `expired_fraction` is of all settled leases; `speedup_bound` = (g + r) / max(g, r) with g and r the busy seconds
+    `speedup_bound` = (g + r) / max(g, r) with g and r the busy seconds
     per step of the two pools; `exposed_sync_s` is per step. Void attempts count in the seconds of the rates only.
     `publishes` are those that brought other weights, `switches` those of devices that groups share, both of the whole
-    run; lags and masks are those since the resume that changed `max_staleness`, `since_step`, or since the start.
+    run. All of `staleness` is since the resume that changed `max_staleness`, `since_step`, or since the start;
+    `expired_fraction` is of the leases settled since then.
     """
 
     def __init__(self, directory: Path | None, metrics: Metrics) -> None:
@@ -64,7 +65,7 @@ class Summary:
         self._evaluation_count = 0
         self._first = {name: list[Number]() for name in OUTCOMES}
         self._recent = {name: deque[Number](maxlen=REWARD_STEPS) for name in OUTCOMES}
-        self._settled: Counter[str] = Counter()
+        self._failed_leases = 0
         self._publishes: dict[str, float] = {"count": 0, "seconds": 0.0, "exposed": 0.0}
         self._switches: dict[str, float] = {"count": 0, "seconds": 0.0}
         self._begin_staleness(0)
@@ -84,6 +85,7 @@ class Summary:
                     self.path.unlink(missing_ok=True)
             case Settled():
                 self._settled[event.state] += event.state != "consumed"
+                self._failed_leases += event.state == "failed"
             case Popped():
                 self._popped = event
             case Published() if event.changed:
@@ -106,8 +108,9 @@ class Summary:
                 pass
 
     def _begin_staleness(self, train_step: int) -> None:
-        """Lags and masks are counted from here, under one bound."""
+        """Lags, masks and how leases end are counted from here, under one bound."""
         self._since_step = train_step
+        self._settled: Counter[str] = Counter()
         self._lags: dict[str, Counter[int]] = {name: Counter() for name in ("token", "masked", "head", "queue")}
         self._untrainable = 0
         self._by_position, self._by_length = [0] * 10, [0] * 10
@@ -174,7 +177,7 @@ class Summary:
             "publishes": {**self._publishes},
             "switches": {**self._switches},
             "leases": {**(last.leases if last else {})},
-            "failed_leases": self._settled["failed"],
+            "failed_leases": self._failed_leases,
             **{name: self._metrics.counts[name] for name in COUNTS},
         }
 

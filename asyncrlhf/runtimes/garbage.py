@@ -15,16 +15,20 @@ __all__ = ("leave_alone", "left_alone")
 
 def leave_alone() -> None:
     """Whatever lives now is not looked at again: for a process that ends with its engine. What is garbage by now goes
-    first; what is freed by its count of references is still freed."""
+    first; what is freed by its count of references is still freed. What an engine makes later is looked at: its
+    optimizer too where its ranks join first."""
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
 def left_alone() -> Generator[None]:
-    """As `leave_alone`, until the end of this block, for a process that goes on after it."""
+    """As `leave_alone`, until the end of this block, for a process that goes on after it. What the process has frozen
+    itself stays so, and then also what lives now."""
+    had_frozen = gc.get_freeze_count() > 0
     leave_alone()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not had_frozen:  # there is no unfreezing a part
+            gc.unfreeze()

@@ -13,7 +13,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from asyncrlhf.runtimes.reserve import Reservation
 __all__ = ("ActorEngine", "RayRuntime")
 
 STARTING = 600.0
-"""Seconds that the processes of actors may take to start, before those that are to be beside them are started."""
+"""Seconds that the processes of actors may take to start, all of them, before those that are to be beside them do."""
 KNOCK_SECONDS = 5.0
 """That a cluster has to accept a connection."""
 KEEP_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
@@ -72,14 +73,20 @@ class RayRuntime:
 
     def expect(self, places: Sequence[Place]) -> None:
         """Start or join Ray, reserve what the places need, and start the actors; those beside others once it is known
-        where these are. Raises ConfigError if the cluster cannot be reached, or has too little; no actor was started
-        then."""
+        where these are, for which this waits STARTING seconds at most. Raises ConfigError if the cluster cannot be
+        reached or has too little, and no actor was started then; also if one does not start, or is where another
+        cannot be beside it, and `kill` ends those that were started."""
         self._connect()
         self._reserved.take(places)
-        actors = {(p.group, p.rank): self._actor(p) for p in places if p.beside is None}
+        self._start(place for place in places if place.beside is None)
+        actors = {(place.group, place.rank): actor for place, actor in self._waiting}
         hosts = {(p.beside.group, rank) for p in places if p.beside is not None for rank in p.beside.ranks}
-        self._hosts.update((key, _devices(key, actors[key])) for key in sorted(hosts))
-        self._waiting += [(p, actors.get((p.group, p.rank)) or self._actor(p)) for p in places]
+        self._hosts.update(_devices({key: actors[key] for key in sorted(hosts)}))
+        self._start(place for place in places if place.beside is not None)
+
+    def _start(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self._waiting.append((place, self._actor(place)))  # where `kill` finds it if the next one fails
 
     async def spawn(self, spec: EngineSpec, on_events: OnEvents) -> EngineHandle:
         self._connect()
@@ -290,13 +297,21 @@ def _knock(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()
 
 
-def _devices(key: tuple[str, int], actor: Any) -> tuple[str, str | None]:
-    """Node and GPUs of an actor. Waits until its process has started; raises EngineLost if it does not."""
-    try:
-        return ray.get(actor.devices.remote(), timeout=STARTING)
-    except RayError as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EngineLost(f"group {key[0]!r}, rank {key[1]}: its actor has not started: {words}") from error
+def _devices(actors: Mapping[tuple[str, int], Any]) -> dict[tuple[str, int], tuple[str, str | None]]:
+    """Node and GPUs of actors. Waits until their processes have started; raises ConfigError if one does not."""
+    deadline = time.monotonic() + STARTING
+    asked = {key: actor.devices.remote() for key, actor in actors.items()}
+    found: dict[tuple[str, int], tuple[str, str | None]] = {}
+    for (group, rank), devices in asked.items():
+        try:
+            found[group, rank] = ray.get(devices, timeout=max(0.0, deadline - time.monotonic()))
+        except RayError as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(
+                f'runtime = "ray": the actor of group {group!r}, rank {rank} has not started, for which it had '
+                f"{STARTING:g} s, and others are to be beside it: {words}; see what Ray logs on its node"
+            ) from error
+    return found
 
 
 def _kill(actor: Any) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from asyncrlhf.abc import Beside, Engine, EngineSpec, Needs, Place
 from asyncrlhf.errors import ConfigError
@@ -85,3 +87,47 @@ def test_ranks_of_one_engine_have_to_be_on_one_node(tmp_path: Path) -> None:
     runtime._hosts = {("policy", 0): ("a", "0"), ("policy", 1): ("b", "0")}
     with pytest.raises(ConfigError, match=r"2 processes .* ranks \(0, 1\) of policy, which Ray has put on 2 nodes"):
         runtime._beside(Beside("policy", (0, 1)))
+
+
+class Unstarted:
+    """An actor whose process does not tell where it is."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.devices = SimpleNamespace(remote=lambda: self)
+
+
+@pytest.mark.parametrize("nodes", [["a"], ["a", "b"]], ids=["one never starts", "on two nodes"])
+def test_what_was_started_is_ended_when_not_all_can_be(
+    nodes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank does not start, or starts on another node."""
+    from asyncrlhf.runtimes import ray as module
+
+    killed: list[Place] = []
+    patiences: list[float] = []
+
+    def actor(self: Any, place: Place) -> Unstarted:
+        if place.beside is not None:
+            self._beside(place.beside)
+        return Unstarted(place)
+
+    def get(asked: Unstarted, *, timeout: float) -> tuple[str, str | None]:
+        patiences.append(timeout)
+        if asked.place.rank < len(nodes):
+            return nodes[asked.place.rank], None
+        raise GetTimeoutError("not yet")
+
+    monkeypatch.setattr(module.RayRuntime, "_connect", lambda self: None)
+    monkeypatch.setattr(module.Reservation, "take", lambda self, places: None)
+    monkeypatch.setattr(module.RayRuntime, "_actor", actor)
+    monkeypatch.setattr(module.ray, "get", get)
+    monkeypatch.setattr(module, "_kill", lambda actor: killed.append(actor.place))
+    runtime = module.RayRuntime(tmp_path / "logs")
+    expected = places(gpus=False)
+    with pytest.raises(ConfigError, match="group 'policy', rank 1 has not started" if len(nodes) == 1 else "2 nodes"):
+        runtime.expect(expected)
+    runtime.kill()
+    assert killed == [place for place in expected if place.beside is None]
+    assert patiences == sorted(patiences, reverse=True)
+    assert max(patiences) <= module.STARTING

@@ -57,10 +57,15 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return True
 
 
-def shared_memory() -> set[str]:
+def named() -> set[str]:
+    """All that has a name in shared memory."""
+    return set(os.listdir("/dev/shm"))
+
+
+def left() -> set[str]:
     """What has a name in shared memory and nobody who uses it; weights have none, and are freed with the last process
     that holds them."""
-    names, used = set(os.listdir("/dev/shm")), ""
+    names, used = named(), ""
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             used += path.read_text()
@@ -85,7 +90,7 @@ def kill_at(child: Child, run: Path, step: int, engine: str) -> int:
 
 
 def test_L12_every_engine_is_killed_once_and_every_prompt_is_trained_once(forks: Forks, tmp_path: Path) -> None:
-    before = shared_memory()
+    before = named()  # also what others use now and may leave
     name, run = scene.write(tmp_path, DATA), tmp_path / "run"
     child = forks.start(tmp_path, name)
     killed: list[int] = []
@@ -105,7 +110,7 @@ def test_L12_every_engine_is_killed_once_and_every_prompt_is_trained_once(forks:
     for engine in ("rollout", "reference", "reward"):
         assert f"engine {engine}/0 is back" in child.text
     assert not any(alive(pid) for pid in (reference, reward))
-    assert wait_for(lambda: shared_memory() <= before), shared_memory() - before
+    assert wait_for(lambda: left() <= before), left() - before
 
 
 @pytest.mark.parametrize("engine", ["rollout/0", "policy/0"])
@@ -220,7 +225,7 @@ def test_a_column_that_cannot_travel_fails_its_prompt_by_name(forks: Forks, tmp_
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_no_engine_outlives_its_run(forks: Forks, tmp_path: Path, number: signal.Signals) -> None:
-    before = shared_memory()
+    before = named()  # also what others use now and may leave
     name, run = scene.write(tmp_path, LOCAL.replace("tasks:graded", "tasks:slow")), tmp_path / "run"
     child = forks.start(tmp_path, name)
     assert child.until(lambda: (run / "metrics.jsonl").exists() and scene.rows(run), PATIENCE)
@@ -229,7 +234,7 @@ def test_no_engine_outlives_its_run(forks: Forks, tmp_path: Path, number: signal
     child.signal(number)
     assert child.wait(PATIENCE) == (130 if number is signal.SIGINT else -9)
     assert gone(there)
-    assert wait_for(lambda: shared_memory() <= before), shared_memory() - before
+    assert wait_for(lambda: left() <= before), left() - before
 
 
 def test_L6_a_reward_that_holds_the_interpreter_fails_its_own_prompt_only(forks: Forks, tmp_path: Path) -> None:

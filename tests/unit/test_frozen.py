@@ -22,6 +22,7 @@ from asyncrlhf.messages import PerSample, ScoreRequest, TrainBatch
 from asyncrlhf.observe import EventLog, Restarted, Warned
 from asyncrlhf.testing import FakeRuntime, FakeTrainerOptions, Fault, Timing, run_virtual
 from tests.unit.test_model_scorer import rollout
+from tests.unit.virtual import settle
 
 SPEC = EngineSpec(
     group="reference", rank=0, engine="asyncrlhf.testing.trainer:FakeScorer", options=FakeTrainerOptions()
@@ -45,6 +46,18 @@ def test_a_budget_allows_its_limit_within_any_hour_and_forgets_what_it_forgives(
             counted.remove(now)
         budget.forgive(now + 0.5)
         assert budget.failures == counted
+
+
+@pytest.mark.parametrize(
+    ("at", "served_since", "delay"),
+    [(3599.0, None, None), (3599.0, 40.0, None), (3600.0, None, 4.0), (3600.0, 3001.0, 4.0), (3600.0, 3000.0, 0.0)],
+)
+def test_a_budget_s_example(at: float, served_since: float | None, delay: float | None) -> None:
+    budget = RestartBudget(limit=4)
+    assert [budget.failed(at) for at in (0.0, 10.0, 20.0, 30.0)] == [0.0, 1.0, 2.0, 4.0]
+    if served_since is not None:
+        budget.serves(served_since)
+    assert budget.failed(at) == delay
 
 
 def test_a_budget_starts_an_engine_at_once_that_has_served_for_a_while() -> None:
@@ -335,6 +348,31 @@ def test_losses_that_no_prompt_is_to_blame_for_end_the_group() -> None:
             runtime.processes[-1].end(EngineLost("killed"))
             with pytest.raises(GroupError, match=r"killed\n\(it failed 3 times within an hour"):
                 await call
+
+    run_virtual(main())
+
+
+def test_who_starts_a_lost_engine_again_and_when() -> None:
+    """The second time nobody has asked it yet, though its budget knows of a restart."""
+
+    async def main() -> None:
+        log = EventLog(None, asyncio.get_running_loop().time)
+        runtime, now = Processes(), asyncio.get_running_loop().time
+        engine = FrozenEngine(log, runtime, EngineSpec(group="reward", rank=0, engine="", options=None), max_restarts=2)
+        await engine.start()
+        async with engine.supervised():
+            for said in ("is being started again, try 1 of 2", "starts again in 1.0 s, try 2 of 2"):
+                assert engine.out_of_service(now()) == ""
+                await engine.give_up_on(await engine.serving(), "killed")
+                assert engine.out_of_service(now()) == "will be started again when it is asked"
+                asked = asyncio.ensure_future(engine.serving())
+                await settle()
+                assert engine.out_of_service(now()) == said
+                await asked
+            await engine.give_up_on(await engine.serving(), "killed")
+            with pytest.raises(GroupError, match="max_restarts = 2"):
+                await engine.serving()
+            assert engine.out_of_service(now()) == "was lost too often"
 
     run_virtual(main())
 

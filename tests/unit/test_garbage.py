@@ -10,6 +10,11 @@ import pytest
 from asyncrlhf.runtimes.garbage import left_alone
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> None:
+    gc.unfreeze()
+
+
 class Thing:
     """Can be referred to weakly, and refers to itself if told so."""
 
@@ -55,4 +60,16 @@ def test_a_run_that_fails_leaves_nothing_out() -> None:
     before = Thing()
     with pytest.raises(ZeroDivisionError), left_alone():
         raise ZeroDivisionError
+    assert is_looked_at(before)
+
+
+def test_what_the_process_has_frozen_itself_stays_frozen() -> None:
+    before = Thing()
+    gc.freeze()
+    try:
+        with left_alone():
+            pass
+        assert not is_looked_at(before)
+    finally:
+        gc.unfreeze()
     assert is_looked_at(before)

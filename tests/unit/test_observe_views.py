@@ -115,13 +115,30 @@ def test_the_report_names_what_moved_and_leaves_out_what_nothing_did() -> None:
 
 def test_lags_are_those_under_one_bound() -> None:
     scene = Scene(None, steps=3)
+    for uid, state in enumerate(("dropped(expired)", "failed")):
+        scene.observer.emit(Settled(uid=100 + uid, attempt=1, state=state, token_count=0))
     scene.start(resumed_from=3)
+    report = report_lines(scene.observer.summary.result(), None)
+    assert any(line.endswith(" + 7 open; useful 87.9%") for line in report), report
+    assert any("bound 2; over age 6.0%, no signal 4.0%, expired 12.5%; lags" in line for line in report), report
     assert scene.observer.summary.result()["staleness"]["max_token_lag"] == 2
     scene.start(resumed_from=3, max_staleness=1)
     staleness = scene.observer.summary.result()["staleness"]
     assert (staleness["bound"], staleness["max_token_lag"], staleness["since_step"]) == (1, None, 3)
+    summary = scene.observer.summary.result()
+    report = report_lines(summary, None)
+    assert (
+        "staleness   since train step 3: lag - mean, - max, bound 1; over age -, no signal -, expired -; lags -"
+        in report
+    )
+    assert any(line.startswith("tokens      307 generated = 270 trained + 30 masked + 0 dropped") for line in report)
+    assert summary["failed_leases"] == 1, "of the whole run"
+    for uid, state in enumerate(("dropped(expired)", "filtered")):
+        scene.observer.emit(Settled(uid=200 + uid, attempt=1, state=state, token_count=0))
+    scene.step()
     report = report_lines(scene.observer.summary.result(), None)
-    assert any(line.startswith("staleness   since train step 3: lag - mean") for line in report)
+    assert any("since train step 3: " in line and "expired 25.0%" in line for line in report), report
+    assert any(line.startswith("over age    since train step 3: by position") for line in report)
 
 
 def test_summary_leaves_the_warm_up_out(tmp_path: Path) -> None:

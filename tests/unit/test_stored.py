@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -17,12 +19,14 @@ from algorithms.grpo import GRPO, GRPOExperience
 from asyncrlhf.abc import EngineSpec
 from asyncrlhf.control.checkpoint import encode_payloads
 from asyncrlhf.errors import DataLost, EngineLost
+from asyncrlhf.flow.batching import build_batch
 from asyncrlhf.groups.answers import token_ids_of
 from asyncrlhf.groups.frozen import FrozenEngine
 from asyncrlhf.groups.scorers import ModelScorer
 from asyncrlhf.messages import (
     Array,
     Experience,
+    PerSample,
     PerToken,
     Prompt,
     Rollout,
@@ -245,3 +249,29 @@ def test_the_rows_of_a_column_are_what_was_given(kind: Any) -> None:
     ids = sequence_column([(1,), (2, 3), ()], [kind(row) for row in ((4, 5), (6,), (7,))]).fetch()
     assert [row.dtype for row in ids] == [np.int32] * 3
     assert [row.tolist() for row in ids] == [[1, 4, 5], [2, 3, 6], [7]]
+
+
+class Columns(Experience, frozen=True):
+    advantages: PerSample
+    values: PerToken
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "said"),
+    [
+        ("advantages", (1.0, None), "answer 1: column 'advantages' holds None, which is no number"),
+        ("advantages", (1.0, "high"), "answer 1: column 'advantages' holds 'high', which is no number"),
+        ("values", ((0.5, 1.0), (None, 2.0)), "answer 1: column 'values' holds None, which is no number"),
+        ("values", ([0.5, None], [1.0, 2.0]), "answer 0: column 'values' holds None, which is no number"),
+        ("values", ((0.5, 1.0), None), "answer 1: column 'values' holds None, not numbers"),
+    ],
+)
+def test_what_is_no_number_is_named_with_its_prompt_and_column(name: str, column: Any, said: str) -> None:
+    """Also where numpy would read it as NaN."""
+    columns: dict[str, Any] = {"advantages": (1.0, -1.0), "values": ((0.5, math.nan), (1.0, 2.0))}
+    items = [Columns(rollout=rollout(uid, (9, 8), (7, 6)), rewards=(1.0, 0.0), **columns) for uid in (4, 5)]
+    popped: Any = SimpleNamespace(experiences=items, batch=SimpleNamespace(step=0, trained={0: 8}))
+    assert [row.tolist() for row in build_batch(popped, 0).columns["advantages"].fetch()] == [[1.0], [-1.0]] * 2
+    items[1] = replace(items[1], **{name: column})
+    with pytest.raises(ValueError, match=f"uid 5, {said}"):
+        build_batch(popped, 0)
