@@ -23,7 +23,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple, cast
 
@@ -46,7 +46,7 @@ BLOCKS_AT_ONCE = 512
 """Blocks per kernel on a GPU, where launches cost more than cache misses."""
 SHIFT = 33
 THREADS = 4
-"""Memory is not faster for more."""
+"""Memory is not faster for more. Those beside the one that asks are not counted by `threads` or OMP_NUM_THREADS."""
 _MASK = (1 << 64) - 1
 _BASE = 0xD6E8FEB86659FD93
 _own = threading.local()
@@ -72,8 +72,9 @@ class _Cell(NamedTuple):
 def checksum(weights: Mapping[str, Tensor]) -> int:
     """63-bit checksum of the bytes of `weights` in name order, whatever order they come in.
 
-    A change of one element of up to 4 bytes is always seen; one of several with all but a chance of about 2^-32,
-    whatever bits it touches, and values that have changed places are told apart.
+    A `tensor_checksum` differs whenever one element of up to 4 bytes does. In these 63 bits of all tensors such a
+    change is seen with all but a chance of about 2^-31; so is one of several elements, whatever bits it touches, and
+    so are values that have changed places.
     """
     return combine((name, tensor_checksum(tensor)) for name, tensor in weights.items())
 
@@ -151,7 +152,12 @@ def _words(tensor: Tensor, grain: int) -> Tensor | None:
 def _filled_up(tensor: Tensor, grain: int, first: int) -> Tensor:
     """The words of a copy of a tensor whose rows begin with element `first`; what lies outside of it is 0."""
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
-    return F.pad(bits, (first % grain, -(first + bits.shape[-1]) % grain)).view(torch.int64) if grain > 1 else bits
+    if grain == 1:
+        return bits
+    filled = F.pad(bits, (first % grain, -(first + bits.shape[-1]) % grain))
+    # one after the other: of a single row, or of none, the stride may be any number, and view() asks for whole words
+    words = filled.reshape(-1).view(torch.int64)
+    return words.view(*filled.shape[:-1], filled.shape[-1] // grain)
 
 
 def _lies_in_stretches(words: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
@@ -244,13 +250,23 @@ def _shared(cells: Sequence[_Cell], value: Callable[[_Cell], int]) -> int:
     def share() -> int:
         return sum(value(cell) for cell in todo)
 
-    helpers = min(THREADS, len(os.sched_getaffinity(0)), len(cells) // 2) - 1
-    others = [_pool().submit(share) for _ in range(helpers)]
+    others: list[Future[int]] = []
+    try:
+        for _ in range(min(THREADS, _processors(), len(cells) // 2) - 1):
+            others.append(_pool().submit(share))  # noqa: PERF401 - what came before a refused one counts
+    except RuntimeError as refused:
+        if "cannot schedule new futures" not in str(refused):
+            raise
+        # the interpreter ends: this thread goes on alone
     try:
         total = share()
     finally:
         found = [other.result() for other in others if not other.cancel()]
     return total + sum(found)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @lru_cache(maxsize=1)
