@@ -26,7 +26,8 @@ class Compute(Table, frozen=True, kw_only=True):
     device: Device = "auto"
     """"auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", ..."""
     threads: Positive = 1
-    """Compute threads on the CPU, per engine."""
+    """Compute threads on the CPU, per engine. Checksums of weights take up to 4 threads for a moment at each publish
+    beside them, whatever this key or OMP_NUM_THREADS says."""
     core: Count | None = None
     """Pin the engine to this core, replica or rank i to core + i; left out: a core each where there are enough of them,
     else the system decides."""

@@ -28,7 +28,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -58,9 +58,11 @@ BLOCKS_AT_ONCE = 512
 """Blocks per kernel on a GPU, where launches cost more than cache misses."""
 SHIFT = 33
 THREADS = 4
-"""Memory is not faster for more."""
+"""Memory is not faster for more. Those beside the one that asks are not counted by `threads` or OMP_NUM_THREADS."""
 AT_ONCE = 64 << 20
 """Bytes that wait for `Sums.settle`, or one tensor: so much is kept beside the model of what has arrived."""
+BLOCKS_PER_THREAD = 8
+"""Another thread is not asked for less."""
 _MASK = (1 << 64) - 1
 _BASE = 0xD6E8FEB86659FD93
 _own = threading.local()
@@ -100,8 +102,9 @@ class _Part(NamedTuple):
 def checksum(weights: Mapping[str, Tensor]) -> int:
     """63-bit checksum of the bytes of `weights` in name order, whatever order they come in.
 
-    A change of one element of up to 4 bytes is always seen; one of several with all but a chance of about 2^-32,
-    whatever bits it touches, and values that have changed places are told apart.
+    A `tensor_checksum` differs whenever one element of up to 4 bytes does. In these 63 bits of all tensors such a
+    change is seen with all but a chance of about 2^-31; so is one of several elements, whatever bits it touches, and
+    so are values that have changed places.
     """
     sums = Sums[str]()
     for name, tensor in weights.items():
@@ -227,7 +230,12 @@ def _words(tensor: Tensor, grain: int) -> Tensor | None:
 def _filled_up(tensor: Tensor, grain: int, first: int) -> Tensor:
     """The words of a copy of a tensor whose rows begin with element `first`; what lies outside of it is 0."""
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
-    return F.pad(bits, (first % grain, -(first + bits.shape[-1]) % grain)).view(torch.int64) if grain > 1 else bits
+    if grain == 1:
+        return bits
+    filled = F.pad(bits, (first % grain, -(first + bits.shape[-1]) % grain))
+    # one after the other: of a single row, or of none, the stride may be any number, and view() asks for whole words
+    words = filled.reshape(-1).view(torch.int64)
+    return words.view(*filled.shape[:-1], filled.shape[-1] // grain)
 
 
 def _lies_in_stretches(words: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
@@ -321,13 +329,24 @@ def _shared(parts: Sequence[_Part]) -> list[int]:
             sums[number] += value * pow(_BASE, part.last - cell.block, 1 << 64)
         return sums
 
-    helpers = min(THREADS, len(os.sched_getaffinity(0)), len(cells) // 2) - 1
-    others = [_pool().submit(share) for _ in range(helpers)]
+    others: list[Future[list[int]]] = []
+    blocks = sum(part.there.size for part in parts) // BLOCK
+    try:
+        for _ in range(min(THREADS, _processors(), blocks // BLOCKS_PER_THREAD) - 1):
+            others.append(_pool().submit(share))  # noqa: PERF401 - what came before a refused one counts
+    except RuntimeError as refused:
+        if "cannot schedule new futures" not in str(refused):
+            raise
+        # the interpreter ends: this thread goes on alone
     try:
         own = share()
     finally:
         found = [other.result() for other in others if not other.cancel()]
     return [sum(sums, part.total) & _MASK for part, *sums in zip(parts, own, *found, strict=True)]
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @lru_cache(maxsize=1)

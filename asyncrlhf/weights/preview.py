@@ -14,7 +14,7 @@ from asyncrlhf.config.groups import MegatronTrain, RolloutTable, TorchTrain, Vll
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.weights.layout import Layout, places, without_replicas
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
-from asyncrlhf.weights.plan import describe, make_plan, size_text
+from asyncrlhf.weights.plan import make_plan, size_text
 from asyncrlhf.weights.same_devices import SameDevices
 from asyncrlhf.weights.shapes import ModelShape, model_shape
 from asyncrlhf.weights.torch_layout import checkpoint_layout, fsdp_layout, replicated_layout
@@ -24,7 +24,7 @@ from asyncrlhf.weights.zero_redundancy import regrouped_layout
 __all__ = ("plan_lines",)
 
 BUCKET = 256 << 20
-"""Bytes that the plan lets a rank hold at once, as many as in a bucket of Ray's objects."""
+"""Bytes of messages in a plan; here nothing is sent in them."""
 MOST_ROWS = 32
 MOST_PARTS = 60_000
 """Parameters times ranks times processes beyond which no plan is made: it would take seconds."""
@@ -83,7 +83,8 @@ def _beside(trained: TorchTrain | MegatronTrain, shared: SameDevices, file: Path
 
 
 def _taken(trained: TorchTrain | MegatronTrain, shared: SameDevices, shape: ModelShape) -> tuple[list[str], str]:
-    """(what each rank's process takes, the formula). All data parallel copies do the same. Raises ConfigError."""
+    """(what each rank's process takes, the formula). Data parallel copies do the same, unless they divide the
+    experts among them. Raises ConfigError."""
     grouping = shared.regrouping
     nothing = [""] * grouping.rank_count
     if not shared.by_rank:
@@ -92,17 +93,21 @@ def _taken(trained: TorchTrain | MegatronTrain, shared: SameDevices, shape: Mode
     part = size_text(round(grouping.received_fraction * shape.byte_count))
     formula = f"HybridFlow's (N1 - t_g p_g) / (t_g p_g N1) = ({train} - {generate}) / ({generate} * {train}) of "
     formula += f"{size_text(shape.byte_count)}, if all parameters divide evenly: {part} of others"
-    if len(shape.parameters()) * train * train > MOST_PARTS:
-        return nothing, formula
     one = replace(grouping, data=1)
-    if isinstance(trained, MegatronTrain):
+    if isinstance(trained, MegatronTrain) and trained.tensor_parallel % trained.expert_parallel:
+        one = grouping
+        formula += "; experts are divided among data parallel copies too, and come from all of them"
+    elif isinstance(trained, MegatronTrain):
         trained = replace(trained, data_parallel=1, context_parallel=1)
-    needed = regrouped_layout(shape, one, places(train))
-    near = {rank: one.nearest(rank) for rank in range(train)}
+    ranks = one.rank_count
+    if len(shape.parameters()) * ranks * ranks > MOST_PARTS:
+        return nothing, formula
+    needed = regrouped_layout(shape, one, places(ranks))
+    near = {rank: one.nearest(rank) for rank in range(ranks)}
     traffic = make_plan(_layout(trained, shape), needed, cap=BUCKET, near=near).traffic()
     cells = [f" {size_text(row.copied):>12} {size_text(row.received):>11} {size_text(row.sent):>11}" for row in traffic]
     stands = [grouping.training(rank) for rank in range(grouping.rank_count)]
-    return [cells[pp * grouping.tensor + tp] for pp, tp, _ in stands], formula
+    return [cells[(pp * one.data + dp % one.data) * grouping.tensor + tp] for pp, tp, dp in stands], formula
 
 
 def _lines(trained: TorchTrain | MegatronTrain, rollout: RolloutTable, file: Path) -> list[str]:
@@ -120,8 +125,12 @@ def _lines(trained: TorchTrain | MegatronTrain, rollout: RolloutTable, file: Pat
         plan = make_plan(source, needed, cap=BUCKET)
     except PROBLEMS as problem:
         return [f"  its bytes are not known: {str(problem) or type(problem).__name__}"]
-    lines = describe(plan).splitlines()
-    return [f"  {line}" for line in (lines if len(lines) <= MOST_ROWS + 2 else lines[:1])]
+    traffic = plan.traffic()
+    lines = [f"{plan.source} -> {plan.destination}: {size_text(sum(row.received for row in traffic))} between ranks"]
+    if len(traffic) <= MOST_ROWS:
+        lines.append(f"{'rank':>6} {'sent':>11} {'received':>11}")
+        lines += [f"{row.rank:>6} {size_text(row.sent):>11} {size_text(row.received):>11}" for row in traffic]
+    return [f"  {line}" for line in lines]
 
 
 def _layout(trained: TorchTrain | MegatronTrain, shape: ModelShape) -> Layout:

@@ -1,8 +1,8 @@
 """Which rank of a trainer each process of the rollout engines shares its device with, from the two groups' tables.
 
 Where as many processes sample as ranks train, on the same devices and in turn, each is put on the rank that
-HybridFlow's grouping says (zero_redundancy.py): it takes what that rank holds from it, and only the rest from others.
-Torch-free.
+HybridFlow's grouping says (zero_redundancy.py): it takes what that rank holds from it, and only the rest from others of
+its data parallel copy; experts that several copies divide among them come from all of these. Torch-free.
 
 Example: megatron with tensor_parallel = 4 and vLLM with replicas = 2, tensor_parallel = 2: engine 0 is on ranks 0 and
 2, engine 1 on ranks 1 and 3.

@@ -53,7 +53,7 @@ class Regrouping(Message, frozen=True):
             if train % generate:
                 raise ConfigError(
                     f"generation with {what} parallelism {generate} on the ranks of training with {train}: the former "
-                    "must divide the latter"
+                    f"must divide the latter; use {' or '.join(str(n) for n in range(1, train + 1) if not train % n)}"
                 )
 
     @property
@@ -116,7 +116,10 @@ def regrouped_layout(
 ) -> Layout:
     """The engines' layout on the trainer's ranks. `options`: what else is known of the engines, sizes aside."""
     if len(places) != regrouping.rank_count:
-        raise ConfigError(f"{len(places)} ranks for a layout of {regrouping.rank_count}")
+        raise ConfigError(
+            f"{len(places)} ranks for a layout of {regrouping.rank_count}; give pipeline * tensor * data = "
+            f"{regrouping.pipeline} * {regrouping.tensor} * {regrouping.data}"
+        )
     parallel = replace(
         options or VllmParallel(), tensor=regrouping.generate_tensor, pipeline=regrouping.generate_pipeline
     )

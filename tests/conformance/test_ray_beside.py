@@ -15,7 +15,7 @@ from asyncrlhf.abc import Beside, Engine, EngineSpec, Needs, Place
 from asyncrlhf.errors import ConfigError
 from asyncrlhf.messages import Message
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 ENGINE = f"{__name__}:Seeing"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from asyncrlhf.weights.shapes import model_shape
 from asyncrlhf.weights.zero_redundancy import Regrouping, regrouped_layout
 from tests.integration.tiny import grpo
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 MODEL = """
 [groups.policy.scratch]
@@ -50,8 +49,10 @@ concurrency = 8
 """
 
 
-def test_each_engine_takes_what_its_rank_holds_from_it_and_the_rest_from_the_other(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def test_each_engine_takes_what_its_rank_holds_from_it_and_the_rest_from_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     first, _, rest = grpo(top=TOP, model=MODEL).replace('"inproc"', '"local"').partition("[groups.rollout]")
     Path("run.toml").write_text(first + ROLLOUT + rest[rest.index("[groups.reward]") :])
     config = load("run.toml")

@@ -46,9 +46,10 @@ def test_every_rank_sends_its_part_once_and_every_engine_reads_all(tmp_path: Pat
     lines = checked(tmp_path, *MEGATRON, "groups.policy.tensor_parallel=2", "groups.rollout.replicas=3")
     assert lines[0] == "publish of groups.policy to groups.rollout:"
     assert lines[1].startswith("  megatron tp2 dp1 -> checkpoint on each of 3: ")
+    assert lines[2].split() == ["rank", "sent", "received"]
     found = rows(lines)
     assert [row[0] for row in found] == ["0", "1", "2", "3", "4"]
-    received = [" ".join(row[4:6]) for row in found[2:]]
+    received = [" ".join(row[3:5]) for row in found[2:]]
     assert received == ["548.2 KiB"] * 3, "140352 numbers of 4 bytes"
 
 
@@ -56,7 +57,7 @@ def test_each_process_of_a_vllm_engine_reads_its_slices(tmp_path: Path) -> None:
     vllm = ["groups.rollout.backend=vllm", "groups.rollout.tensor_parallel=2"]
     lines = checked(tmp_path, "groups.policy.data_parallel=2", "groups.policy.sharding=full", *vllm)
     assert lines[1].startswith("  torch fsdp2 x 1 -> vllm tp2 x 1: ")
-    received = [" ".join(row[4:6]) for row in rows(lines)[2:]]
+    received = [" ".join(row[3:5]) for row in rows(lines)[2:]]
     assert received == ["275.2 KiB"] * 2, "half of 548.2 KiB, and the half of the norms that the other reads, too"
 
 

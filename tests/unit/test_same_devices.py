@@ -184,6 +184,19 @@ def test_check_says_who_is_where_and_holds_the_bytes_against_the_formula() -> No
     assert [row[8:10] for row in rows[1:3]] == [row[10:12] for row in rows[1:3]], "as much from others as to others"
 
 
+def test_check_counts_the_experts_that_other_copies_have() -> None:
+    """Two ranks with two of four experts each, and a process on each that needs all: half of the experts are sent."""
+    mixture = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    Path("model/config.json").write_text(json.dumps(MODEL | mixture | {"decoder_sparse_step": 1}))
+    two = sized(policy_data_parallel=2, policy_expert_parallel=2, rollout_replicas=2)
+    text = check(load("run.toml", [*MEGATRON, *VLLM, *two]))
+    lines = [line.split() for line in text.splitlines()]
+    start = next(number for number, line in enumerate(lines) if line[:2] == ["publish", "of"])
+    half = 4 * 2 * 3 * 64 * 96 * 4 / (1 << 10)
+    assert [" ".join(row[8:10]) for row in lines[start + 2 : start + 4]] == [f"{half:.1f} KiB"] * 2
+    assert "experts are divided among data parallel copies too, and come from all of them" in text
+
+
 def test_the_example_of_the_readme() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
     (block,) = (part.partition("```")[0] for part in text.split("```text\n") if "whose processes are on" in part)
