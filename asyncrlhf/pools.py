@@ -70,7 +70,8 @@ def same_devices(config: Config, wiring: Wiring) -> dict[str, SameDevices]:
             if isinstance(table, RolloutTable) and table.follows in part.members:
                 trained = wiring.engines[table.follows]
                 assert isinstance(trained, Trained)
-                if (shared := on_the_same_devices(trained, name, table)) is not None:
+                gpus = not engines_are_here(config) or bool(visible_gpus())
+                if (shared := on_the_same_devices(trained, name, table, gpus=gpus)) is not None:
                     found[name] = shared
     return found
 

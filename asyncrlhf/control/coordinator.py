@@ -68,6 +68,7 @@ class Coordinator:
         self._fencing = Fencing(followers, gate.ledger.step, log, timeout=timeout, probe_gap=probe_gap)
         self._members = self._fencing.members
         self._step_began = self._elapsed()
+        self._settling = 0.0  # seconds of waits for publishes, in all
         self._tasks: asyncio.TaskGroup | None = None
         self._stop = asyncio.Event()
         self._stopped = False  # by the user
@@ -156,13 +157,16 @@ class Coordinator:
         if not self._under_way:
             self._evaluate()
         if self._after_step is not None:
-            await self._after_step(version)
-            self._step_began = self._elapsed()
+            settling = self._settling
+            await self._after_step(version)  # in no step's time, save for what is exposed of a publish
+            self._step_began = self._elapsed() - (self._settling - settling)
 
     async def settled(self) -> None:
         """Wait until no publish is under way, and P is what the steps so far make it: a checkpoint is taken then."""
+        began = self._elapsed()
         with self._gate.trainer_waits() if self._under_way else nullcontext():
             await self._under_way.over()
+        self._settling += self._elapsed() - began
 
     def _evaluate(self) -> None:
         """Start the evaluations that are due, on what is published."""

@@ -94,15 +94,18 @@ def main(descriptor: int, module: str) -> None:
         EngineLoop(spec, engine, commands, channel).run()
     except BaseException as error:  # the boundary of the process: everything becomes a message
         code = 1
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):  # its log may be on a full disk, which is what it has to say
+            traceback.print_exception(error)
         _fail(channel, spec, error)
     finally:
         try:
             if engine is not None:
                 engine.close()
         except Exception as error:  # nobody awaits it any more
-            print(f"{spec.group}/{spec.rank} could not be closed: {error!r}", file=sys.stderr)
-        sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                print(f"{spec.group}/{spec.rank} could not be closed: {error!r}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
         os._exit(code)  # threads of users' functions may hang
 
 

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,18 @@ KEEP_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 """Set to 0: an actor for which Ray reserves no GPU keeps those that it is told to see."""
 RESTARTS_OF_RAY = 0
 """Engines hold state: when and how one is started again is the supervisor's to decide."""
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Generator[None]:
+    """Ray handles SIGTERM from its start on, its core by a dump and an end of which the interpreter does not know:
+    whoever handled it before does so again."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 class RayRuntime:
@@ -126,12 +140,13 @@ class RayRuntime:
         options = own if self._address is None else {"address": self._address}
         try:
             _knock(self._address)
-            ray.init(
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}},
-                **options,
-            )
+            with _signals_kept():
+                ray.init(
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}},
+                    **options,
+                )
         except (RayError, OSError, RuntimeError, ValueError) as error:
             where = "cannot be started here" if self._address is None else f'ray.address = "{self._address}"'
             raise ConfigError(f'runtime = "ray": {where}: {str(error).partition(chr(10))[0]}') from error

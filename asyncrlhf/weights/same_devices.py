@@ -29,11 +29,13 @@ class SameDevices(Message, frozen=True):
     without sharding do, or the engines read whole parameters."""
 
 
-def on_the_same_devices(trained: Trained, name: str, rollout: RolloutTable) -> SameDevices | None:
-    """`name`: of the rollout group, which follows `trained`. None: its processes are not as many as the ranks, or only
-    one of the two computes on CPUs. Raises ConfigError if the sizes do not divide."""
+def on_the_same_devices(trained: Trained, name: str, rollout: RolloutTable, *, gpus: bool) -> SameDevices | None:
+    """`name`: of the rollout group, which follows `trained`; `gpus`: whether device = "auto" may find one. None: its
+    processes are not as many as the ranks, or only one of the two computes on CPUs. Raises ConfigError if the sizes do
+    not divide."""
     width = rollout.tensor_parallel if isinstance(rollout, VllmRollout) else 1
-    if rollout.replicas * width != trained.ranks or (trained.device == "cpu") != (rollout.device == "cpu"):
+    on_cpu = [table.device == "cpu" or (table.device == "auto" and not gpus) for table in (trained, rollout)]
+    if rollout.replicas * width != trained.ranks or on_cpu[0] != on_cpu[1]:
         return None
     by_rank = isinstance(rollout, VllmRollout)
     if isinstance(trained, MegatronTrain):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrlhf.abc import EngineSpec, Runtime
+from asyncrlhf.errors import GroupError
 from asyncrlhf.messages import Message
 from asyncrlhf.runtimes.inproc import InprocRuntime
 from asyncrlhf.runtimes.local import LocalRuntime
@@ -45,6 +46,24 @@ def test_ray(check: Any, tmp_path: Path, ray_here: None) -> None:
     from asyncrlhf.runtimes.ray import RayRuntime
 
     asyncio.run(check(RayRuntime(tmp_path / "logs", address="auto", grace=2.0), tmp_path))
+
+
+def test_a_process_whose_log_is_on_a_full_disk_says_what_broke_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrlhf.runtimes.local.last_lines", lambda log, start: "")  # /dev/full is read without end
+
+    async def main() -> None:
+        runtime = LocalRuntime(tmp_path, grace=2.0)
+        handle = await runtime.spawn(
+            EngineSpec(group="plain", rank=0, engine=ENGINE, options=PlainOptions()), lambda events: None
+        )
+        with pytest.raises(GroupError, match="no attribute 'missing'"):
+            await handle.call("missing")
+        await runtime.close()
+
+    (tmp_path / "plain-0.log").symlink_to("/dev/full")
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", ["local", "ray"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -32,8 +33,8 @@ SCENARIO = Scenario(
 )
 
 
-def ended(scenario: Scenario) -> Run[Any]:
-    run = go(GRPO, scenario)
+def ended(scenario: Scenario, algorithm: type[GRPO] = GRPO) -> Run[Any]:
+    run = go(algorithm, scenario)
     assert run.reason == "train_steps", run.error
     check_batches(run)
     check_trained(run)
@@ -59,6 +60,23 @@ def test_without_overlap_every_publish_ends_before_the_next_batch_is_taken() -> 
     seen = [event for event in run.events if isinstance(event, Popped | Published)]
     assert [type(event) for event in seen] == [Popped, Published] * 12
     assert all(event.exposed == event.seconds for event in run.events_of(Published))
+
+
+class Saving(GRPO):
+    async def train(self) -> None:
+        async def save(version: int) -> None:
+            del version
+            await self.coordinator.settled()
+
+        self.coordinator._after_step = save
+        await super().train()
+
+
+def test_what_a_checkpoint_waits_for_a_publish_is_in_the_time_of_the_step_that_waits_with_it() -> None:
+    steps = ended(SCENARIO, Saving).events_of(StepEnded)
+    assert [later.t - sooner.t for sooner, later in pairwise(steps)] == [
+        pytest.approx(event.seconds) for event in steps[1:]
+    ]
 
 
 def test_a_fast_publish_is_not_waited_for() -> None:

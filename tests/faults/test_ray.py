@@ -62,6 +62,7 @@ def test_a_stopped_run_leaves_no_ray_behind(forks: Forks, tmp_path: Path) -> Non
     child = forks.start(tmp_path, name, "publish.transport=objects")
     assert child.until(lambda: (run / "metrics.jsonl").exists() and scene.rows(run), PATIENCE)
     assert child.descendants
-    child.signal(signal.SIGINT)
-    assert child.wait(PATIENCE) == 130
+    child.signal(signal.SIGTERM)  # which Ray would handle by a dump
+    assert child.wait(PATIENCE) == 143, child.text
+    assert scene.summary(run)["status"] == "stopped"
     assert wait_for(lambda: not child.descendants, 60.0), child.descendants

@@ -122,6 +122,12 @@ def test_others_are_on_no_rank_s_device(overrides: list[str]) -> None:
     assert hosts(*MEGATRON, *VLLM, *overrides) == {}
 
 
+def test_without_gpus_a_device_that_is_chosen_at_the_start_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sizes = (*MEGATRON, *VLLM, *sized(policy_tensor_parallel=2, rollout_replicas=2), "groups.policy.device=cpu")
+    assert [place.ranks for place in hosts(*sizes)["rollout"]] == [(0,), (1,)]
+
+
 def test_check_says_how_many_would_be() -> None:
     said = check(load("run.toml", [*MEGATRON, *VLLM, *sized(policy_tensor_parallel=2)])).splitlines()
     assert "  rollout".ljust(25) + "1 in all, beside 2 ranks of policy; replicas = 2 puts one on each" in said
