@@ -15,19 +15,6 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ("Away", "give_back")
 
-WORTH = 64 << 20
-"""Bytes."""
-
-
-class _Heap(ctypes.Structure):
-    """struct mallinfo2; only what is read has its name."""
-
-    _fields_ = [
-        *((f"_{number}", ctypes.c_size_t) for number in range(8)),
-        ("free", ctypes.c_size_t),  # bytes
-        ("_9", ctypes.c_size_t),
-    ]
-
 
 class Away:
     """The bytes of `tensors`, which have none until `back`; those of `gradients` are not kept, and come back as zeros.
@@ -61,15 +48,10 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 def give_back() -> None:
     """Let others have memory that is free here and was kept for what comes next: by torch, of GPUs, and by the C
-    library, of the host. Of the latter less than WORTH stays: to give it back and touch it anew costs a small model
-    more than all else of its turn."""
+    library, of the host."""
     gc.collect(1)  # what is older is not garbage of now, and takes long to look through
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    library = ctypes.CDLL(None)
-    trim, ask = (getattr(library, name, None) for name in ("malloc_trim", "mallinfo2"))  # of the GNU C library
-    if trim is None or ask is None:
-        return
-    ask.restype = _Heap
-    if ask().free >= WORTH:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
+    if trim is not None:
         trim(0)
