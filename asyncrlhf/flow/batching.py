@@ -170,7 +170,7 @@ def _column(experiences: Sequence[Experience], name: str, level: Level) -> Colum
     except (TypeError, ValueError):
         _require_numbers(name, rows)
         raise
-    if isinstance(column, ArrayColumn) and any(np.isnan(row).any() for row in column.fetch()):  # as numpy reads None
+    if rows and isinstance(column, ArrayColumn) and np.isnan(np.concatenate(column.fetch())).any():  # so None is read
         _require_numbers(name, rows)
     return column
 
