@@ -100,22 +100,22 @@ class Sums(Generic[Key]):
         """With what its size adds."""
         self._byte_count = 0
 
-    @torch.no_grad()
     def add(self, key: Key, tensor: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]) -> None:
         """As `partial_checksum`. The tensor must not change before the next `settle`."""
+        tensor = tensor.detach()
         grain, first = _grain(shape, tensor.element_size()), box[-1][0] if box else 0
         words = _words(tensor, grain)
         if words is None or first % grain or not _lies_in_stretches(words, box, shape):
             words = _filled_up(tensor, grain, first)
         self._take(key, words, None, grain, tensor.numel(), box, shape)
 
-    @torch.no_grad()
     def copy(
         self, key: Key, source: Tensor, target: Tensor, box: Sequence[tuple[int, int]], shape: Sequence[int]
     ) -> None:
         """Copy `source` over `target`, which is the rectangle `box` of a tensor of `shape`, until the next `settle`.
         The partial checksum is that of what is in `target` then, or if its type is another of what has arrived on its
         device; bytes that are read from memory once are copied and summed up."""
+        source, target = source.detach(), target.detach()
         if source.dtype != target.dtype:
             arrived = source.to(target.device, copy=True)
             target.copy_(arrived)
@@ -174,7 +174,7 @@ def _grain(shape: Sequence[int], size: int) -> int:
 def _words(tensor: Tensor, grain: int) -> Tensor | None:
     """A view of the words, int64 [..., words of a row], or of the elements where they are the words; None where memory
     does not lie so that there is one."""
-    bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+    bits = tensor.view(_INTEGERS[tensor.element_size()])
     if grain == 1:
         return bits
     *strides, last = tensor.stride()
@@ -184,7 +184,7 @@ def _words(tensor: Tensor, grain: int) -> Tensor | None:
 
 def _filled_up(tensor: Tensor, grain: int, first: int) -> Tensor:
     """The words of a copy of a tensor whose rows begin with element `first`; what lies outside of it is 0."""
-    bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+    bits = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
     if grain == 1:
         return bits
     filled = F.pad(bits, (first % grain, -(first + bits.shape[-1]) % grain))

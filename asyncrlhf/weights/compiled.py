@@ -29,26 +29,31 @@ def _fill_and_sum(
     factors: Words,
     place: int,
     pitch: int,
+    step: np.uint64,
 ) -> np.uint64:
     total = np.uint64(0)
     for row in range(rows):
         target = there[row * there_pitch : row * there_pitch + length]
         numbers = factors[place + row * pitch : place + row * pitch + length]
+        part = np.uint64(0)
         if here.size:
             source = here[row * here_pitch : row * here_pitch + length]
             for column in range(length):
                 word = source[column]
                 target[column] = word
-                total += np.uint64(numbers[column]) * (np.uint64(word) + np.uint64(word >> SHIFT))
+                part += np.uint64(numbers[column]) * (np.uint64(word) + np.uint64(word >> SHIFT))
         else:
             for column in range(length):
                 word = target[column]
-                total += np.uint64(numbers[column]) * (np.uint64(word) + np.uint64(word >> SHIFT))
+                part += np.uint64(numbers[column]) * (np.uint64(word) + np.uint64(word >> SHIFT))
+        total = total * step + part
     return total
 
 
-_compile = cast("Callable[..., Any]", numba.njit("u8(i8[::1], i8[::1], i8, i8, i8, i8, i8[::1], i8, i8)", nogil=True))
-fill_and_sum = cast("Callable[[Words, Words, int, int, int, int, Words, int, int], int]", _compile(_fill_and_sum))
+_compile = cast(
+    "Callable[..., Any]", numba.njit("u8(i8[::1], i8[::1], i8, i8, i8, i8, i8[::1], i8, i8, u8)", nogil=True)
+)
+fill_and_sum = cast("Callable[[Words, Words, int, int, int, int, Words, int, int, int], int]", _compile(_fill_and_sum))
 """Of `rows` of `length` words, int64, whose starts are so many words apart in the memory `there`: the weighted sum, mod
 2^64, after they were copied from `here` unless that is empty. The factors of a row begin at `place` of `factors`, and
-`pitch` further for every next one."""
+`pitch` further for every next one; what was found before it is multiplied by `step`."""

@@ -25,6 +25,7 @@ THREADS = 4
 """Memory is not faster for more. Those beside the one that asks are not counted by `threads` or OMP_NUM_THREADS."""
 BLOCKS_PER_THREAD = 8
 """Another thread is not asked for less."""
+BLOCKS_AT_ONCE = 8
 COMPILED_FROM = 32
 """Blocks. Of less there is no need to compile anything: NumPy's functions, one after another, take a few ms."""
 
@@ -48,24 +49,24 @@ class Part:
     """What threads have found."""
 
 
-Value = Callable[[Part, Cell, Words], int]
+Share = tuple[Callable[[Part, Cell, Words], int], Part, Cell]
 
 
 def fill_and_sum(parts: Sequence[Part]) -> list[int]:
     """The sum of each, mod 2^64, after it was filled. Waits for all."""
-    found = [(part, cell) for part in parts for cell in cells(part.where, 1)]
-    todo, blocks = iter(found), sum(part.there.size for part in parts) // BLOCK  # a list's: next() is one step
-    value = _compiled if blocks >= COMPILED_FROM else _interpreted
+    blocks = sum(part.there.size for part in parts) // BLOCK
+    compiled = blocks >= COMPILED_FROM
+    todo = iter([share for part in parts for share in _shares(part, compiled)])  # a list's: next() is one step
     others: list[Future[None]] = []
     try:
         for _ in range(min(THREADS, _processors(), blocks // BLOCKS_PER_THREAD) - 1):
-            others.append(_pool().submit(_work, todo, value))  # noqa: PERF401 - what came before a refused one counts
+            others.append(_pool().submit(_work, todo))  # noqa: PERF401 - what came before a refused one counts
     except RuntimeError as refused:
         if "cannot schedule new futures" not in str(refused):
             raise
         # the interpreter ends: this thread goes on alone
     try:
-        _work(todo, value)
+        _work(todo)
     finally:
         for other in others:
             if not other.cancel():
@@ -73,23 +74,31 @@ def fill_and_sum(parts: Sequence[Part]) -> list[int]:
     return [sum(part.sums) & MASK for part in parts]
 
 
-def _work(todo: Iterator[tuple[Part, Cell]], value: Value) -> None:
+def _shares(part: Part, compiled: bool) -> Iterator[Share]:
+    """Of a part: what a thread does at once."""
+    compiled = compiled and part.there.dtype == np.int64
+    for cell in cells(part.where, BLOCKS_AT_ONCE if compiled else 1):
+        yield _compiled if compiled else _interpreted, part, cell
+
+
+def _work(todo: Iterator[Share]) -> None:
     """Whatever of it no other thread has taken."""
     factors = weights_of_places("cpu").numpy()
-    for part, cell in todo:
-        part.sums.append(value(part, cell, factors) * pow(BASE, part.last - cell.block, 1 << 64))
+    for value, part, cell in todo:
+        power = pow(BASE, part.last - cell.block - cell.blocks + 1, 1 << 64)
+        part.sums.append(value(part, cell, factors) * power)
 
 
 def _compiled(part: Part, cell: Cell, factors: Words) -> int:
-    """The weighted sum of a cell of one block, after it was copied."""
-    if part.there.dtype != np.int64:
-        return _interpreted(part, cell, factors)
+    """The weighted sum of a cell, after it was copied."""
     from asyncrlhf.weights.compiled import fill_and_sum
 
-    row, rows, begin, end, _, _, place = cell
+    row, rows, begin, end, _, blocks, place = cell
     there, there_pitch = _span(part.there, row, rows, begin, end)
     here, here_pitch = (_NOTHING, 0) if part.here is None else _span(part.here, row, rows, begin, end)
-    return fill_and_sum(there, here, rows, end - begin, there_pitch, here_pitch, factors, place, part.where.pitch)
+    if blocks > 1:
+        return fill_and_sum(there, here, blocks, BLOCK, BLOCK, BLOCK, factors, 0, 0, BASE)
+    return fill_and_sum(there, here, rows, end - begin, there_pitch, here_pitch, factors, place, part.where.pitch, 1)
 
 
 def _span(table: Words, row: int, rows: int, begin: int, end: int) -> tuple[Words, int]:
@@ -101,7 +110,7 @@ def _span(table: Words, row: int, rows: int, begin: int, end: int) -> tuple[Word
 
 
 def _interpreted(part: Part, cell: Cell, factors: Words) -> int:
-    """The same, of words of any size."""
+    """The same of one block, and words of any size."""
     row, rows, begin, end, _, _, place = cell
     there = part.there[row : row + rows, begin:end]
     if part.here is not None:

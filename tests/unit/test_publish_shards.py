@@ -94,12 +94,13 @@ def as_on_a_gpu(tensor: Tensor, box: Box, shape: Sequence[int]) -> int:
     cuts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     block=st.sampled_from([4, 7, 16, 1 << 10]),
+    compiled_from=st.sampled_from([0, 1 << 30]),
 )
-@settings(max_examples=200)
+@settings(max_examples=300)
 def test_a_checksum_is_the_sum_of_those_of_parts(
-    shape: list[int], cuts: list[int], dtype: torch.dtype, block: int
+    shape: list[int], cuts: list[int], dtype: torch.dtype, block: int, compiled_from: int
 ) -> None:
-    """In blocks so small that rows cross their ends, and with cuts through words."""
+    """In blocks so small that rows cross their ends, and with cuts through words; compiled, and by NumPy."""
     shape[-1] *= 4
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
     boxes = [full_box(shape)]
@@ -107,7 +108,8 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
         at = min(cut, shape[dim])
         sides = [side for side in ((0, at), (at, shape[dim])) if side[0] < side[1]]
         boxes = [(*box[:dim], side, *box[dim + 1 :]) for box in boxes for side in sides]
-    with blocks_of(block):
+    with blocks_of(block), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(summing, "COMPILED_FROM", compiled_from)
         regions = [tuple(slice(*side) for side in box) for box in boxes]
         expected, copy = tensor_checksum(whole), torch.empty_like(whole)
         parts = [partial_checksum(whole[region], box, shape) for region, box in zip(regions, boxes, strict=True)]
