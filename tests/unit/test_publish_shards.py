@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import ParallelLayout, WeightHandle, import_object
+from asyncrlhf.weights import blocks, summing
 from asyncrlhf.weights import checksum as checksums
 from asyncrlhf.weights.checksum import Sums, checksum, partial_checksum, tensor_checksum
 from asyncrlhf.weights.inproc import InprocTransfer
@@ -43,11 +44,12 @@ INPROC = "asyncrlhf.weights.inproc:InprocTransfer"
 @contextmanager
 def blocks_of(words: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(checksums, "BLOCK", words)
-        patched.setattr(checksums, "_own", threading.local())
-        checksums._weights.cache_clear()
+        for module in (blocks, summing, checksums):
+            patched.setattr(module, "BLOCK", words)
+        patched.setattr(summing, "_own", threading.local())
+        blocks.weights_of_places.cache_clear()
         yield
-    checksums._weights.cache_clear()
+    blocks.weights_of_places.cache_clear()
 
 
 def reference(tensor: Tensor) -> int:
@@ -61,14 +63,12 @@ def reference(tensor: Tensor) -> int:
             for word in zip(*[iter(elements)] * (8 // size), strict=True)
         ]
         words = [word + (word >> 33) for word in words]
-    weights = cast("list[int]", checksums._weights("cpu").tolist())
+    weights = cast("list[int]", blocks.weights_of_places("cpu").tolist())
     total = 0
-    for first in range(0, len(words) // checksums.BLOCK * checksums.BLOCK + 1, checksums.BLOCK):
-        block = sum(
-            weight * word for weight, word in zip(weights, words[first : first + checksums.BLOCK], strict=False)
-        )
-        total = total * checksums._BASE + block
-    return (total + len(elements) * checksums._BASE ** (len(words) // checksums.BLOCK + 1)) % (1 << 64)
+    for first in range(0, len(words) // blocks.BLOCK * blocks.BLOCK + 1, blocks.BLOCK):
+        block = sum(weight * word for weight, word in zip(weights, words[first : first + blocks.BLOCK], strict=False))
+        total = total * blocks.BASE + block
+    return (total + len(elements) * blocks.BASE ** (len(words) // blocks.BLOCK + 1)) % (1 << 64)
 
 
 def copied_sum(source: Tensor, target: Tensor) -> int:
@@ -79,22 +79,14 @@ def copied_sum(source: Tensor, target: Tensor) -> int:
 
 def as_on_a_gpu(tensor: Tensor, box: Box, shape: Sequence[int]) -> int:
     """The partial checksum by the operations that run on GPUs."""
-    found: list[int] = []
 
-    def instead(words: Tensor, source: Tensor | None, grain: int, count: int, *where: Sequence[Any]) -> int:
-        inner, outer = (list(side) for side in where)
-        if grain > 1:
-            low, high = inner[-1]
-            inner[-1], outer[-1] = (low // grain, -(-high // grain)), outer[-1] // grain
-        starts, length, pitch, together = checksums._stretches(inner, outer)
-        last = torch.Size(outer).numel() // checksums.BLOCK
-        cells = list(checksums._cells(starts, length, pitch, together, 3))
-        found.append(checksums._on_device(words.reshape(len(starts), length), cells, pitch, last))
-        return found[-1] + count * checksums._BASE ** (last + 1)
+    def on_device(parts: Sequence[summing.Part]) -> list[int]:
+        return [checksums._on_device(torch.from_numpy(part.there), part.where, part.last) for part in parts]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(checksums, "_weighted", instead)
-        return partial_checksum(tensor, box, shape) % (1 << 64)
+        patched.setattr(checksums, "fill_and_sum", on_device)
+        patched.setattr(checksums, "BLOCKS_AT_ONCE", 3)
+        return partial_checksum(tensor, box, shape)
 
 
 @given(
@@ -102,12 +94,13 @@ def as_on_a_gpu(tensor: Tensor, box: Box, shape: Sequence[int]) -> int:
     cuts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     block=st.sampled_from([4, 7, 16, 1 << 10]),
+    compiled_from=st.sampled_from([0, 1 << 30]),
 )
-@settings(max_examples=200)
+@settings(max_examples=300)
 def test_a_checksum_is_the_sum_of_those_of_parts(
-    shape: list[int], cuts: list[int], dtype: torch.dtype, block: int
+    shape: list[int], cuts: list[int], dtype: torch.dtype, block: int, compiled_from: int
 ) -> None:
-    """In blocks so small that rows cross their ends, and with cuts through words."""
+    """In blocks so small that rows cross their ends, and with cuts through words; compiled, and by NumPy."""
     shape[-1] *= 4
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
     boxes = [full_box(shape)]
@@ -115,7 +108,8 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
         at = min(cut, shape[dim])
         sides = [side for side in ((0, at), (at, shape[dim])) if side[0] < side[1]]
         boxes = [(*box[:dim], side, *box[dim + 1 :]) for box in boxes for side in sides]
-    with blocks_of(block):
+    with blocks_of(block), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(summing, "COMPILED_FROM", compiled_from)
         regions = [tuple(slice(*side) for side in box) for box in boxes]
         expected, copy = tensor_checksum(whole), torch.empty_like(whole)
         parts = [partial_checksum(whole[region], box, shape) for region, box in zip(regions, boxes, strict=True)]
@@ -236,7 +230,7 @@ def test_what_is_copied_into_a_part_of_something_wider_is_all_there(low: int) ->
 def test_a_checksum_does_not_depend_on_how_many_processors_there_are(
     processors: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksums, "_processors", lambda: len(processors))
+    monkeypatch.setattr(summing, "_processors", lambda: len(processors))
     table = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
     with blocks_of(64):
         copy = torch.empty_like(table)
@@ -250,7 +244,7 @@ def test_many_tensors_are_copied_and_summed_up_together(
     at_once: int, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each keeps its own sum, however many wait at once; those of one block and of many, of another type, and empty."""
-    monkeypatch.setattr(checksums, "_processors", lambda: processors)
+    monkeypatch.setattr(summing, "_processors", lambda: processors)
     monkeypatch.setattr(checksums, "AT_ONCE", at_once)
     random = torch.Generator().manual_seed(1)
     shapes = [(3,), (40, 16), (0, 8), (7, 5), (64, 32), (), (9, 24)]
@@ -297,10 +291,10 @@ def test_a_part_of_one_row_that_lies_in_something_wider_counts() -> None:
 
 def test_a_checksum_goes_on_alone_when_the_pool_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the end of the interpreter."""
-    monkeypatch.setattr(checksums, "_processors", lambda: 3)
+    monkeypatch.setattr(summing, "_processors", lambda: 3)
     closed = ThreadPoolExecutor(1)
     closed.shutdown()
-    monkeypatch.setattr(checksums, "_pool", lambda: closed)
+    monkeypatch.setattr(summing, "_pool", lambda: closed)
     table = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
     with blocks_of(64):
         assert tensor_checksum(table) == reference(table)
