@@ -1,22 +1,23 @@
 """What data by reference and messages cost under `runtime = "ray"`, beside Ray's own ways, in one Ray and interleaved.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.data_plane [--rounds 15] [--megabytes 64] [--messages 4000]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.data_plane [--rounds 15] [--megabytes 64] [--messages 10000]
 
-**By reference.** Two engines, each an actor of RayRuntime. One gives a column (float32 rows of 8192 values, as log-probs
-of a reference or values of a critic come); what it gives is stored by its actor, claimed by this process, put into a
-TrainBatch and sent to the other, which fetches it: the way of every column that is larger than `ray.inline_bytes`.
-Against it, between the same two processes: `ray.put` of one array of the same bytes there, `ray.get` here. `round trip`
-is from asking the one to the answer of the other, as this process sees it; `fetch` is what the consumer waits for its
-rows; both read every byte once, which is part of the time (a `ray.get` on the machine where it was put maps memory, and
-reads nothing). `answers` are sampled ones of 16384 tokens, one lot each: token ids and log-probs, fetched as two
-columns.
+**By reference.** Two engines, each an actor of RayRuntime. One gives a column (float32 rows of 8192 values, such as
+log-probs of a reference or values of a critic); its actor stores what it gives, this process claims it, makes a TrainBatch of it,
+and sends that to the other, which fetches it: the way of every column that is larger than `ray.inline_bytes`. Against
+it, between the same two: `ray.put` of one array of the same bytes there, `ray.get` here. `round trip` is from asking
+the one to the answer of the other, which has then read every byte, as this process sees it. `fetch` is what the
+consumer waits for its rows; since a lot is stored while its reference is on its way, that includes the rest of storing
+it, which a `ray.put` has done before it gives a reference, so that `fetch` alone compares different things.
+`answers` are sampled ones of 16384 tokens, a lot each, made from Python numbers: token ids and log-probs, fetched as
+two columns. Against them, as many objects of the same bytes.
 
-**Messages.** A queue of ours and of the controller against `ray.util.queue.Queue`, which is an actor, both put to and got
-from here, one message after another. That is what somebody would replace; it is not the same thing, since the
-controller's stages are coroutines of one process, and their queue needs to reach no other. So, too: a small request to
-an engine and its answer through RayRuntime with many in flight, against putting a request into one
-`ray.util.queue.Queue` and getting its answer from another, with an actor between them that takes as many as there are
-at once. That is the same work: a message there and one back, between the same kinds of process.
+**Messages.** A queue of the controller's stages against `ray.util.queue.Queue`, which is an actor, both put to and got
+from here, one message after another. That is what somebody would replace; it is not the same work, since the stages
+are coroutines of one process, and their queue reaches no other. So, too, the same work: a small request to an engine
+and its answer through RayRuntime, against one `ray.util.queue.Queue` for requests and one for answers, by their
+asynchronous methods, and an actor that takes whatever there is from the one and puts it into the other. Both have the
+same number of requests in flight.
 """
 
 from __future__ import annotations
