@@ -3,12 +3,13 @@
     OMP_NUM_THREADS=1 python -m tests.benchmarks.data_plane [--rounds 15] [--megabytes 64] [--messages 10000]
 
 **By reference.** Two engines, each an actor of RayRuntime. One gives a column (float32 rows of 8192 values, such as
-log-probs of a reference or values of a critic); its actor stores what it gives, this process claims it, makes a TrainBatch of it,
-and sends that to the other, which fetches it: the way of every column that is larger than `ray.inline_bytes`. Against
-it, between the same two: `ray.put` of one array of the same bytes there, `ray.get` here. `round trip` is from asking
-the one to the answer of the other, which has then read every byte, as this process sees it. `fetch` is what the
-consumer waits for its rows; since a lot is stored while its reference is on its way, that includes the rest of storing
-it, which a `ray.put` has done before it gives a reference, so that `fetch` alone compares different things.
+log-probs of a reference or values of a critic); its actor stores what it gives, this process claims it, makes a
+TrainBatch of it, and sends that to the other, which fetches it: the way of every column that is larger than
+`ray.inline_bytes`. Against it, between the same two: `ray.put` of one array of the same bytes there, `ray.get` here.
+`round trip` is from asking the one to the answer of the other, which has then read every byte, as this process sees
+it. `fetch` is what the consumer waits for its rows; since a lot is stored while its reference is on its way, that
+includes the rest of storing it, which a `ray.put` has done before it gives a reference, so that `fetch` alone
+compares different things.
 `answers` are sampled ones of 16384 tokens, a lot each, made from Python numbers: token ids and log-probs, fetched as
 two columns. Against them, as many objects of the same bytes.
 
