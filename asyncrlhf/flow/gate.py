@@ -181,9 +181,7 @@ class Gate:
         """Model tokens of one answer; those of a lease that is gone count as dropped."""
         if self.ledger.report(uid, attempt, answer, version, token_count):
             self.silence.hear(uid, tokens=True)
-            self.last_moved = self._loop.time()
-            if self.ledger.rules.at_deadline != "mask":  # else tokens neither make room nor let a batch be popped
-                self._advance()
+            self._moved()
 
     def alive(self) -> None:
         """Tokens were sampled that no lease stands for."""
