@@ -77,7 +77,7 @@ class LedgerRules(msgspec.Struct, frozen=True, kw_only=True):
         return 20 * self.prompts_per_step if self.max_filtered is None else self.max_filtered
 
 
-class Lease(msgspec.Struct, kw_only=True):
+class Lease(msgspec.Struct, kw_only=True, gc=False):
     """Permission to answer one prompt; only the ledger writes it.
 
     Example: Lease(uid=7, attempt=2, tries=1, index=12, granted=3, tokens={3: 40, 4: 25}, newest={0: 3, 1: 4}) is

@@ -82,7 +82,7 @@ class RolloutGroup(Follower):
         self._calls: set[asyncio.Task[None]] = set()
         self._background: asyncio.TaskGroup | None = None
         self._tasks: dict[str, Task] = {}
-        self._reported: dict[str, Counter[int]] = {}
+        self._reported: dict[str, dict[int, int]] = {}  # plain ones: the garbage collector passes them over
         self._held_back: list[GenerateRequest] = []
         self._held = False
         self._numbers = 0
@@ -154,7 +154,7 @@ class RolloutGroup(Follower):
             if task is not None and task.lease:
                 self._leases.drop(task.prompt.uid, task.prompt.attempt, "fenced")
             elif task is not None:
-                self._reported[request_id] = Counter()
+                self._reported[request_id] = {}
                 self._dispatch([request])
         self._note_silence()
         self._note_turn()
@@ -246,7 +246,7 @@ class RolloutGroup(Follower):
             task.answers[request_id] = number
             self._tasks[request_id] = task
             self.outside.begin(not task.lease)
-            self._reported[request_id] = Counter()
+            self._reported[request_id] = {}
             yield GenerateRequest(
                 request_id=request_id,
                 prompt_token_ids=prompt.token_ids,
@@ -333,7 +333,8 @@ class RolloutGroup(Follower):
         task = self._tasks.get(request_id)
         if task is None or token_count <= 0:
             return
-        self._reported[request_id][version] += token_count
+        reported = self._reported[request_id]
+        reported[version] = reported.get(version, 0) + token_count
         if task.lease:
             prompt = task.prompt
             self._leases.report(prompt.uid, prompt.attempt, task.answers[request_id], version, token_count)
@@ -348,7 +349,7 @@ class RolloutGroup(Follower):
             if segment.source == "model":
                 totals[segment.version] += segment.token_count
         for version in sorted(totals):
-            already = self._reported[request_id][version] if request_id in self._reported else 0
+            already = self._reported.get(request_id, {}).get(version, 0)
             self._report(request_id, version, totals[version] - already)
 
     def _finish(self, replica: Replica, request_id: str, outcome: Sample | str) -> None:

@@ -19,8 +19,12 @@ PerToken = tuple[Sequence[float], ...]
 """A column of an Experience with one number per response token of every answer."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of everything that crosses a queue: immutable, comparable, one msgpack encoding."""
+class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base of everything that crosses a queue: immutable, comparable, one msgpack encoding.
+
+    Only its count of references frees it: the collector, which would look at every answer of thousands of live leases
+    again and again, does not look for cycles through messages. So put nothing into one that refers back to it.
+    """
 
 
 class Prompt(Message, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ Number = float | None
 """A float that may not be finite: NaN and infinities are null in every file and None when read back."""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """Base of every event. `t` is in seconds since the run's start, never falls, and goes on after a resume."""
 
     t: float = 0.0

@@ -21,14 +21,23 @@ def leave_alone() -> None:
     gc.freeze()
 
 
+YOUNG = 10_000
+"""New objects, less those that are gone, before the next look at them. Python's 700 are a few rollouts of a controller,
+and after some of these looks comes one at everything: with ten thousand live leases a third of a second."""
+
+
 @contextmanager
 def left_alone() -> Generator[None]:
-    """As `leave_alone`, until the end of this block, for a process that goes on after it. What the process has frozen
-    itself stays so, and then also what lives now."""
-    had_frozen = gc.get_freeze_count() > 0
+    """As `leave_alone`, until the end of this block, for a process that goes on after it, and that holds no large
+    arrays in cycles: what is new is looked at less often. What the process has frozen itself stays so, and then also
+    what lives now."""
+    had_frozen, (young, *older) = gc.get_freeze_count() > 0, gc.get_threshold()
     leave_alone()
+    if young:  # 0: somebody does without
+        gc.set_threshold(max(young, YOUNG), *older)
     try:
         yield
     finally:
+        gc.set_threshold(young, *older)
         if not had_frozen:  # there is no unfreezing a part
             gc.unfreeze()

@@ -27,6 +27,9 @@ TIMEOUT = 300.0
 """Seconds that lots may take to arrive."""
 TOKEN_BYTES = 8
 """Of a token id (int32) and its log-prob (float32)."""
+MOST_LOTS = 16
+"""Of one column: each costs whoever stores and fetches it about half a millisecond, and is fetched whole, once a node,
+and freed whole."""
 
 
 class RayLot:
@@ -104,29 +107,45 @@ class Shelf:
         return replace(sample, token_ids=cast("Any", Stored(lot, 0, count, total=int(ids.sum()))), logprobs=stored)
 
     def _rows(self, value: Any, lots: list[RayLot]) -> Any:
-        """Rows of a column, packed in their order into lots of more than `inline_bytes` if they are more than that."""
-        if not _is_column(value) or sum(row.nbytes for row in value) <= self._inline_bytes:
+        """Rows of a column, packed in their order into lots of more than `inline_bytes` if they are more than that, and
+        into MOST_LOTS of them at most."""
+        if not _is_column(value) or (byte_count := sum(row.nbytes for row in value)) <= self._inline_bytes:
             return value
+        least = max(self._inline_bytes, byte_count // MOST_LOTS)
         found: list[Stored] = []
         part: list[Array] = []
         size = 0
         for number, row in enumerate(value, 1):
             part.append(row)
             size += row.nbytes
-            if size > self._inline_bytes or number == len(value):
+            if size > least or number == len(value):
                 found += self._parcel(part, lots)
                 part, size = [], 0
         return found
 
     def _parcel(self, rows: list[Array], lots: list[RayLot]) -> list[Stored]:
         """These rows end to end, as one lot."""
-        lot = self._put([np.concatenate(rows)], lots)
-        ends = list(itertools.accumulate(map(len, rows)))
-        starts = [end - len(row) for row, end in zip(rows, ends, strict=True)]
+        lot = self._put([_end_to_end(rows)], lots)
+        starts = itertools.accumulate(map(len, rows), initial=0)
         return [
-            Stored(lot, 0, len(row), start=start, total=sum(row.tolist()))
-            for row, start in zip(rows, starts, strict=True)
+            Stored(lot, 0, len(row), start=start, total=float(row.sum(dtype=np.float64)))
+            for row, start in zip(rows, starts, strict=False)
         ]
+
+
+def _end_to_end(rows: Sequence[Array]) -> Array:
+    """These rows in one array: where they lie, if that is one after another in one, else copied."""
+    whole = rows[0].base
+    if not isinstance(whole, np.ndarray) or whole.ndim != 1 or whole.dtype != rows[0].dtype:
+        return np.concatenate(rows)
+    rows = [row for row in rows if row.size]
+    begin = place = rows[0].ctypes.data if rows else 0
+    for row in rows:
+        if row.base is not whole or row.ctypes.data != place or not row.flags.c_contiguous:
+            return np.concatenate(rows)
+        place += row.nbytes
+    first = (begin - whole.ctypes.data) // whole.itemsize
+    return whole[first : first + (place - begin) // whole.itemsize]
 
 
 def _is_column(value: Any) -> bool:

@@ -58,16 +58,18 @@ async def build_run(
     resume: Saved | None = None,
     watch: Watch | None = None,
     keep: bool = True,
+    log: EventLog | None = None,
     **settings: Any,
 ) -> Run[A]:
     """Compose a run on the running event loop, as the launcher does. `settings` are further fields of the algorithm.
 
     `resume`: go on from the checkpoint of another run. `watch(run, event)` is called after every event. `keep` False:
-    keep neither events nor batches, for long runs.
+    keep neither events nor batches, for long runs. `log`: one with views of its own, on the loop's clock; None: no
+    files.
     """
     run: Run[A] = Run(scenario, watch, keep)
     loop = asyncio.get_running_loop()
-    run.log = EventLog(None, loop.time)
+    run.log = EventLog(None, loop.time) if log is None else log
     run.log.subscribe(run)
     run.runtime = FakeRuntime(scenario.timing, scenario.faults, zombies=scenario.zombies)
     run.runtime.launched_at = None

@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 
+from algorithms.grpo import GRPOExperience
+from asyncrlhf.messages import Prompt, Rollout, Sample, Segment
 from asyncrlhf.runtimes.garbage import left_alone
 
 
@@ -73,3 +75,25 @@ def test_what_the_process_has_frozen_itself_stays_frozen() -> None:
     finally:
         gc.unfreeze()
     assert is_looked_at(before)
+
+
+def test_new_objects_are_looked_at_less_often_within_the_block_unless_that_is_turned_off() -> None:
+    before = gc.get_threshold()
+    with left_alone():
+        assert gc.get_threshold() == (max(before[0], 10_000), *before[1:])
+    assert gc.get_threshold() == before
+    try:
+        gc.set_threshold(0, *before[1:])
+        with left_alone():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_messages_are_nothing_for_the_garbage_collector() -> None:
+    segment = Segment(version=0, token_count=1)
+    sample = Sample(token_ids=(1,), logprobs=(-0.5,), segments=(segment,), finish_reason="stop")
+    prompt = Prompt(uid=0, epoch=0, attempt=1, version=0, token_ids=(1,), text="a")
+    rollout = Rollout(prompt=prompt, samples=(sample,))
+    experience = GRPOExperience(rollout=rollout, rewards=(1.0,), advantages=(0.0,), reference_logprobs=None)
+    assert not any(map(gc.is_tracked, (segment, sample, prompt, rollout, experience)))

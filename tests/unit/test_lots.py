@@ -1,0 +1,53 @@
+"""How a column is packed into lots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncrlhf.messages import Array, Stored
+
+pytest.importorskip("ray")
+
+from asyncrlhf.runtimes.lots import MOST_LOTS, Shelf
+
+FLAT = np.arange(4000, dtype=np.float32)
+
+
+def rows_of(shelf: Shelf, rows: list[Array]) -> tuple[list[Stored], list[Array]]:
+    """What the shelf makes of them, and the array of each lot."""
+    found, lots = shelf.result(rows)
+    return found, [shelf.take([lot.number])[0] for lot in lots]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.split(FLAT, 400),
+        np.split(FLAT, [0, 7, 7, 2000]),
+        np.split(FLAT, 400)[::-1],
+        np.split(FLAT[::2], 100),
+        np.split(FLAT[::-1], 100),
+        [row.copy() for row in np.split(FLAT, 40)],
+        list(FLAT.reshape(40, 100)),
+    ],
+    ids=["parts", "empty", "reversed", "strided", "backwards", "apart", "matrix"],
+)
+def test_a_column_is_packed_whole_into_few_lots(rows: list[Array]) -> None:
+    found, arrays = rows_of(Shelf(100), rows)
+    assert len(arrays) <= MOST_LOTS
+    at = dict(zip(dict.fromkeys(id(s.lot) for s in found), arrays, strict=True))
+    for row, stored in zip(rows, found, strict=True):
+        assert at[id(stored.lot)][stored.start : stored.start + len(stored)].tolist() == row.tolist()
+        assert stored.total == pytest.approx(sum(row.tolist()), rel=1e-4)
+
+
+def test_rows_that_lie_one_after_another_are_not_copied() -> None:
+    _, arrays = rows_of(Shelf(100), np.split(FLAT, 400))
+    assert all(np.shares_memory(array, FLAT) for array in arrays)
+
+
+def test_a_lot_is_larger_than_what_goes_inline() -> None:
+    _, arrays = rows_of(Shelf(8000), np.split(FLAT, 400))
+    assert [array.nbytes > 8000 for array in arrays] == [True] * (len(arrays) - 1) + [False]
+    assert rows_of(Shelf(16000), np.split(FLAT, 400))[1] == []
