@@ -24,8 +24,6 @@ __all__ = ("ShadowGroup",)
 class ShadowGroup(Follower):
     """Stands for the critic that it follows where only values are asked for."""
 
-    sleeps = ("offload", "onload")
-
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._joined = asyncio.Event()
@@ -45,6 +43,10 @@ class ShadowGroup(Follower):
 
     def flush(self) -> None:
         self._joined.set()
+
+    @property
+    def sleeps(self) -> tuple[str, str]:
+        return "offload", "onload"
 
     async def _apply(self, request: Request) -> None:
         transform, batch = request.arguments
