@@ -21,7 +21,7 @@ from asyncrlhf.placement.predict import predictions
 from asyncrlhf.placement.turning import usual_turning
 from tests.benchmarks.predict import changes, ranking
 
-WEIGHTS = 2.43e6
+WEIGHTS = 2_430_000
 """Bytes of the model that was trained."""
 CLASS = 0.15
 """What is promised for this kind of machine."""
@@ -37,7 +37,8 @@ class Recorded:
 def test_other_settings_are_predicted_within_the_class(workload: str) -> None:
     content = (Path(__file__).parent / "recorded" / f"{workload}.json").read_bytes()
     recorded = msgspec.json.decode(content, type=Recorded)
-    run = msgspec.convert({**recorded.run, "turning": usual_turning(WEIGHTS)}, MeasuredRun)
+    usual = {"turning": usual_turning(WEIGHTS, offload=False), "weight_bytes": WEIGHTS}
+    run = msgspec.convert({**usual, **recorded.run}, MeasuredRun)
     measured = recorded.measured_median_s
     assert len(measured) >= 7
     predicted = {setting: predictions(run, {**changes(setting), "steps": 40})[1].result.median for setting in measured}
