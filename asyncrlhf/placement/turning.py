@@ -40,7 +40,7 @@ class Turning:
 def usual_turning(weights: float, *, offload: bool) -> Turning:
     """Of a run that took no turns, with so many bytes of weights."""
     if not offload:
-        return Turning(to_train=0.001, to_generate=0.001, to_read=0.001, uneven=1.1)
+        return Turning(to_train=0.0004, to_generate=0.0006, to_read=0.0004, uneven=1.1)
     return Turning(
         to_train=0.004 + 0.41e-9 * weights,
         to_generate=0.007 + 0.96e-9 * weights,
