@@ -134,9 +134,9 @@ class Follower(Group):
 
     # ---- devices that are shared ---------------------------------------------------------------------------------
     @property
-    @abstractmethod
     def sleeps(self) -> tuple[str, str]:
         """Verbs with which an engine leaves its devices and comes back."""
+        return "offload", "onload"
 
     async def rest(self) -> None:
         """Every engine leaves its devices at its next token or request; one that does not is ended and fenced."""

@@ -44,10 +44,6 @@ class ShadowGroup(Follower):
     def flush(self) -> None:
         self._joined.set()
 
-    @property
-    def sleeps(self) -> tuple[str, str]:
-        return "offload", "onload"
-
     async def _apply(self, request: Request) -> None:
         transform, batch = request.arguments
         found = None
