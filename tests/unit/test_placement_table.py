@@ -370,6 +370,9 @@ def test_check_prints_the_sets_and_what_the_planner_said(monkeypatch: pytest.Mon
     assert "an estimate that nothing was measured for" in text
     assert "plan --calibrate RUN_DIR" in text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert placed(
+        "placement.strategy=auto", "placement.devices=2", "placement.offload=always"
+    ).config.placement.offload == ("always")
     stage = placed("placement.strategy=auto", "placement.devices=2")
     assert stage.arrangement is not None
     assert stage.arrangement.planned
