@@ -26,7 +26,15 @@ from asyncrlhf.placement.advice import warnings
 from asyncrlhf.placement.arrange import set_lines
 from asyncrlhf.placement.earlier import facts_before
 from asyncrlhf.placement.fits import device_memory, memory_warnings
-from asyncrlhf.pools import asks, engines_are_here, pool_lines, require_gpus, require_pools, same_devices
+from asyncrlhf.pools import (
+    asks,
+    engines_are_here,
+    pool_lines,
+    require_gpus,
+    require_pools,
+    same_devices,
+    sleepers,
+)
 from asyncrlhf.runtimes.garbage import left_alone
 from asyncrlhf.session import Session
 from asyncrlhf.stages import Stage, prepare
@@ -50,11 +58,13 @@ def check(config: Config) -> str:
     )
     moved = plan_lines(stage.wiring.engines, same_devices(config, stage.wiring))
     shared = stage.arrangement
-    in_turn = {} if shared is None else {part.name: part.members for part in shared.sets if part.turns}
+    sleep = sleepers(config, stage.wiring)
+    in_turn = {} if shared is None else {part.name: sleep.intersection(part.members) for part in shared.sets}
     have = device_memory() if engines_are_here(config) else None
     memory = memory_warnings(config.pools, stage.wiring.engines, in_turn, have)
     advice = [f"warning: {text}" for text in (*warnings(facts), *memory)]
-    sets = [] if shared is None else set_lines(shared, stage.wiring.engines, config.lookahead or 0)
+    kept = config.placement.offload == "never"
+    sets = [] if shared is None else set_lines(shared, stage.wiring.engines, config.lookahead or 0, kept=kept)
     ways = [transport_line(config)] if stage.wiring.of_role("rollout") else []
     derived = derive(config, in_turn=stage.in_turn).lines()
     facts_lines = [*derived, *ways, *sets, *pool_lines(config, engines), *moved, *advice]

@@ -77,7 +77,9 @@ def same_devices(config: Config, wiring: Wiring) -> dict[str, SameDevices]:
 
 
 def sleepers(config: Config, wiring: Wiring) -> frozenset[str]:
-    """Groups that take turns on their devices: their engines sleep while others compute there."""
+    """Groups that take turns on their devices, and whose engines sleep while others compute there."""
+    if config.placement.offload == "never":
+        return frozenset()
     arrangement = arrange(config, {name: wiring.role(name) for name in wiring.engines}, wiring.engines)
     return frozenset(name for part in (arrangement.turns.values() if arrangement else ()) for name, _ in part)
 

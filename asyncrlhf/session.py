@@ -155,7 +155,9 @@ class Session:
         self.gate.payloads.update({e.prompt.uid: e for e in payloads if e.prompt.uid in ledger.live})
         self.groups = build_groups(config, wiring, self.models, self.runtime, self.gate, observer.log)
         shared = {} if self.stage.arrangement is None else self.stage.arrangement.turns
-        self.turns = take_turns(shared, self.groups, self.gate, observer.log)
+        self.turns = take_turns(
+            shared, self.groups, self.gate, observer.log, offload=config.placement.offload != "never"
+        )
         self.trained = {name: group for name, group in self.groups.items() if isinstance(group, TrainGroup)}
         followers = [group for group in self.groups.values() if isinstance(group, Follower)]
         self.coordinator = Coordinator(

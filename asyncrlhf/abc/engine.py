@@ -153,11 +153,14 @@ class GenerateEngine(Engine, ABC):
     """Between `sleep` and `wake` its devices are another's: it has no weights, no KV cache, and so no work. Requests
     may be added, and wait; they may be aborted; `step` gives nothing; other verbs raise GroupError, and it sleeps on.
     """
+    still: bool = False
+    """Between `pause` and `go_on` the runtime does not call `step`. All else goes on, and nothing leaves its memory."""
 
     @property
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether a request is running or waiting for a slot; while True the runtime keeps calling `step`."""
+        """Whether a request is running or waiting for a slot; while True the runtime keeps calling `step`,
+        unless the engine is `still`."""
 
     @abstractmethod
     def add(self, requests: Sequence[GenerateRequest]) -> Sequence[EngineEvent]:
@@ -202,6 +205,14 @@ class GenerateEngine(Engine, ABC):
         Raises PublishRefused when the bytes do not have the announced checksum or do not fit the model, and GroupError
         for an engine that does not sleep; one that slept sleeps on, to be woken with others.
         """
+
+    def pause(self) -> None:
+        """Sample nothing from this token boundary on."""
+        self.still = True
+
+    def go_on(self) -> None:
+        """Sample again."""
+        self.still = False
 
     def _require(self, verb: str, *, asleep: bool) -> None:
         """Raises GroupError for a verb that comes at the wrong time."""

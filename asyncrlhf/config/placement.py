@@ -43,6 +43,10 @@ class Placement(Table, frozen=True, kw_only=True):
     turns: Literal["auto", "all", "none"] = "auto"
     """Where one group of a set computes while the others sleep. "auto": where a rollout group is with others; "all": in
     every set; "none": nowhere, so all of them have to fit."""
+    offload: Literal["auto", "always", "never"] = "auto"
+    """Whether a group that has had its turn takes its memory off the devices (weights, optimizer state, KV cache).
+    "auto": where these are GPUs; on CPUs it would come back to the same memory. "never": all groups have to fit at
+    once, as with turns = "none", and still compute one at a time."""
     devices: Count = 0
     """GPUs, or engines on CPUs, in all. Where all models share them it is also the size of groups that say none
     (replicas, data_parallel); 0: as the groups say. With "auto" what the plan is for; 0: this machine's."""

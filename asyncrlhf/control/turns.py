@@ -1,4 +1,4 @@
-"""Turns: the groups of one set of devices, of which one computes while the others sleep.
+"""Turns: the groups of one set of devices, of which one computes while the others sleep, or stand still there.
 
 A group that asks (training, reading, publishing) waits for the group that has the turn, and whoever samples keeps it
 until it has nothing left to do or others are due: a trained model at once, between two tokens; a model that reads
@@ -37,6 +37,7 @@ class Seat:
     tenant: Tenant
     lane: str
     """Seats of different lanes are on different devices of the set; "" is on all of them."""
+    offload: bool = True
     shared: bool = True
     awake: bool | None = False
     """None: a switch was cut short, and nobody knows."""
@@ -58,6 +59,12 @@ class Seat:
         return self is not other and not (self.lane and other.lane and self.lane != other.lane)
 
     @property
+    def moves(self) -> bool:
+        """Whether its tenant has to be told of a change: whatever computes only when it is called need not, unless it
+        gives its memory away."""
+        return self.offload or self.sampler is not None
+
+    @property
     def sampler(self) -> RolloutGroup | None:
         return self.tenant if isinstance(self.tenant, RolloutGroup) else None
 
@@ -73,8 +80,9 @@ class _Waiter:
 class Turns:
     """One set of devices. Created on the event loop; every call happens there."""
 
-    def __init__(self, name: str, gate: Gate, log: EventLog) -> None:
-        self.name = name
+    def __init__(self, name: str, gate: Gate, log: EventLog, *, offload: bool = True) -> None:
+        """`offload`: who leaves takes its memory along; else all stay where they are, and the sampler stands still."""
+        self.name, self.offload = name, offload
         self._gate, self._log = gate, log
         self._seats: list[Seat] = []
         self._waiting: dict[tuple[Seat, bool], dict[_Waiter, None]] = {}
@@ -84,7 +92,7 @@ class Turns:
 
     def seat(self, name: str, tenant: Tenant, lane: str = "") -> None:
         """From now on this tenant takes turns with the others. Before its engines are started."""
-        seat = Seat(self, name, tenant, lane)
+        seat = Seat(self, name, tenant, lane, self.offload)
         self._seats.append(seat)
         tenant.turn = seat
 
@@ -232,23 +240,30 @@ class Turns:
             for other in self._seats:
                 if other.meets(seat) and other.awake is not False:
                     other.awake = None
-                    await other.tenant.rest()
+                    if other.moves:
+                        await other.tenant.rest()
                     other.awake = False
             if not seat.awake:
                 seat.awake = None
-                await seat.tenant.resume()
+                if seat.moves:
+                    await seat.tenant.resume()
                 seat.awake = True
             self._log.emit(TurnTaken(devices=self.name, group=seat.name, seconds=self._log.elapsed() - began))
 
 
 def take_turns(
-    sets: Mapping[str, Sequence[tuple[str, str]]], groups: Mapping[str, Group], gate: Gate, log: EventLog
+    sets: Mapping[str, Sequence[tuple[str, str]]],
+    groups: Mapping[str, Group],
+    gate: Gate,
+    log: EventLog,
+    *,
+    offload: bool = True,
 ) -> list[Turns]:
     """The turns of every set, by its name: (group, lane) of those in it. Groups without engines of their own on the
-    set's devices (reward functions) take none."""
+    set's devices (reward functions) take none. `offload`: see Turns."""
     found: list[Turns] = []
     for name, members in sets.items():
-        turns = Turns(name, gate, log)
+        turns = Turns(name, gate, log, offload=offload)
         for group, lane in members:
             if (tenant := tenant_of(groups[group])) is not None:
                 turns.seat(group, tenant, lane)

@@ -28,9 +28,6 @@ __all__ = ("Follower",)
 class Follower(Group):
     """Base of the groups that follow."""
 
-    sleeps: tuple[str, str]
-    """Verbs with which an engine leaves its devices and comes back."""
-
     def __init__(
         self,
         name: str,
@@ -136,6 +133,11 @@ class Follower(Group):
         self.emit(Restarted(group=self.name, rank=replica.spec.rank, incarnation=replica.incarnation))
 
     # ---- devices that are shared ---------------------------------------------------------------------------------
+    @property
+    def sleeps(self) -> tuple[str, str]:
+        """Verbs with which an engine leaves its devices and comes back."""
+        return "offload", "onload"
+
     async def rest(self) -> None:
         """Every engine leaves its devices at its next token or request; one that does not is ended and fenced."""
         async with asyncio.TaskGroup() as tasks:

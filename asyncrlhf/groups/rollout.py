@@ -46,8 +46,6 @@ LAST_WORDS = 5.0
 class RolloutGroup(Follower):
     """The generation pool."""
 
-    sleeps = ("sleep", "wake")
-
     def __init__(
         self,
         name: str,
@@ -194,6 +192,10 @@ class RolloutGroup(Follower):
         """Whether somebody waits for these answers who keeps training waiting: an evaluation, a drain."""
         return self.wants and (self.outside.must_go_on or any(replica.draining for replica in self.replicas))
 
+    @property
+    def sleeps(self) -> tuple[str, str]:
+        return ("sleep", "wake") if self.turn.offload else ("pause", "go_on")
+
     async def rest(self) -> None:
         self._resting = True
         self._note_silence()
@@ -205,10 +207,14 @@ class RolloutGroup(Follower):
         self._note_silence()
 
     def takes_as_it_wakes(self, replica: Replica) -> bool:
-        return replica.asleep
+        return replica.asleep and self.turn.offload
 
     async def _wake(self, replica: Replica, handle: EngineHandle) -> None:
-        """With the newest weights; its answers go on. Raises PublishRefused, unless there are newer ones by then."""
+        """With the newest weights; its answers go on. Raises PublishRefused, unless there are newer ones by then. One
+        that has kept its memory goes on with the weights it has, until a publish brings it others."""
+        if not self.turn.offload:
+            await super()._wake(replica, handle)
+            return
         while (weights := self.newest()) is not None:
             try:
                 if await self._change(replica, handle, "wake", weights):

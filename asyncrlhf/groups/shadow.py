@@ -24,8 +24,6 @@ __all__ = ("ShadowGroup",)
 class ShadowGroup(Follower):
     """Stands for the critic that it follows where only values are asked for."""
 
-    sleeps = ("offload", "onload")
-
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._joined = asyncio.Event()

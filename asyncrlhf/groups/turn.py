@@ -20,6 +20,8 @@ class Turn(Protocol):
 
     shared: bool
     """False: the devices are the group's own, and nobody ever waits."""
+    offload: bool
+    """Whether who leaves takes its memory along; else only what computes on its own has to be told to stop."""
 
     def taken(self) -> AbstractAsyncContextManager[None]:
         """Wait for the turn, and have it. Calls of one group share it."""
@@ -38,7 +40,7 @@ class Turn(Protocol):
 class Alone:
     """Devices of one's own."""
 
-    shared = False
+    shared, offload = False, True
 
     def taken(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()

@@ -205,8 +205,8 @@ def _check_sizes(config: Config, models: Mapping[str, Compute], roles: Mapping[s
 def filled(
     config: Config, arrangement: Arrangement, tables: Mapping[str, object], roles: Mapping[str, str], gpus: int
 ) -> Config:
-    """The configuration with sizes and pools that were left out. `gpus`: those that "auto" devices would find. Raises
-    ConfigError if the sets need more devices than `placement.devices`."""
+    """The configuration with sizes and pools that were left out, and "always" or "never" for offload = "auto". `gpus`:
+    those that "auto" devices would find. Raises ConfigError if the sets need more devices than `placement.devices`."""
     groups = {name: dict(table) for name, table in config.groups.items()}
     models = {name: table for name, table in tables.items() if isinstance(table, Compute)}
     if arrangement.strategy in EVERYWHERE and config.placement.devices:
@@ -235,7 +235,13 @@ def filled(
             pools[each.name] = pool
             for name in each.members:
                 (groups[name] if name in groups else judges[name]).setdefault("pool", each.name)
-    return replace(config, groups=groups, pools=pools, evaluation=replace(config.evaluation, judges=judges))
+    placement = config.placement
+    if placement.offload == "auto":
+        on_gpu = any(pools[each.name].devices for each in arrangement.sets if each.name in pools)
+        placement = replace(placement, offload="always" if on_gpu else "never")
+    return replace(
+        config, groups=groups, pools=pools, evaluation=replace(config.evaluation, judges=judges), placement=placement
+    )
 
 
 def _sizes(table: Compute, devices: int, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,8 +309,11 @@ def _require_ranks(part: DeviceSet, name: str, table: VllmRollout, tables: Mappi
 
 
 # ---- for people ----------------------------------------------------------------------------------------------------
-def set_lines(arrangement: Arrangement, tables: Mapping[str, object], ahead: int) -> Iterator[str]:
-    """What `check` says: set by set, how many engines share how many devices, and who takes turns."""
+def set_lines(
+    arrangement: Arrangement, tables: Mapping[str, object], ahead: int, *, kept: bool = False
+) -> Iterator[str]:
+    """What `check` says: set by set, how many engines share how many devices, and who takes turns. `kept`: without
+    moving."""
     models = {name: table for name, table in tables.items() if isinstance(table, Compute)}
     count = len(arrangement.sets)
     yield "placement".ljust(25) + f"{arrangement.strategy}, {count} set{'s' if count > 1 else ''} of devices"
@@ -315,7 +324,7 @@ def set_lines(arrangement: Arrangement, tables: Mapping[str, object], ahead: int
         engines = ", ".join(f"{n} x {c}" if (c := _count(models[n])[0]) > 1 else n for n in part.members)
         text = f"{engines} on {width} device{'s' if width > 1 else ''}"
         if part.turns:
-            text += ", in turn"
+            text += ", in turn" + ", all of them in memory" * kept
             if part.lanes:
                 text += f"; {' and '.join(part.lanes)} at once"
         elif len(part.members) > 1:

@@ -62,9 +62,9 @@ def _placement(asked: Placement, best: Candidate, rollout: str) -> Placement:
     label = best.strategy.label
     if best.strategy.name == "auto":
         sets = [[rollout if unit == "rollout" else unit for unit in part] for part in best.strategy.sets]
-        return Placement(sets=sets, turns=asked.turns, devices=asked.devices)
+        return Placement(sets=sets, turns=asked.turns, offload=asked.offload, devices=asked.devices)
     name: Any = label.partition(",")[0]
-    return Placement(strategy=name, turns=asked.turns, shared_shadow="shared" in label)
+    return Placement(strategy=name, turns=asked.turns, offload=asked.offload, shared_shadow="shared" in label)
 
 
 def _cluster(config: Config, gpus: int, cores: int) -> Cluster:
@@ -120,6 +120,7 @@ def _problem(
         max_staleness=config.max_staleness,
         lookahead=config.lookahead,
         publish=config.publish.mode,
+        offload="never" if config.placement.offload == "never" else "auto",
     )
     return Problem(
         cluster=cluster,

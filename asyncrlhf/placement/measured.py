@@ -88,7 +88,9 @@ class MeasuredRun:
     overlap: bool
     """Publishes go on beside training where there is a lookahead and no turns."""
     turning: Turning
-    """What a change of turns takes: measured, where the run had some."""
+    """What a change of turns takes: measured, where the run had some; else by formula, where memory stays."""
+    weight_bytes: int
+    """Of a publish."""
     lease_s: float
     """Mean from grant to scored."""
     generate_s: float
@@ -131,17 +133,26 @@ class MeasuredRun:
         engines: int | None = None,
         reward_scale: float = 1.0,
         length_scale: float = 1.0,
+        offload: bool = False,
     ) -> Pipeline:
         """As it ran, or another way. `strategy`: "async" (pools of their own), "alternating" (all engines of both pools
         generate and train their share in turn) or "colocate" (one pool of the trainers' devices); of a run whose pools
-        were shared only itself is known. Models that read do so beside generation, or in turn where devices are shared.
-        Raises ConfigError."""
+        were shared only itself is known. Models that read do so beside generation, or in turn where devices are shared;
+        `offload`: who leaves takes its memory along. Raises ConfigError."""
         rules = rules or self.rules()
         if engines is not None and (strategy == "colocate" or self.shared):
             self._require_engines(engines, strategy)
         engines = self.engines if engines is None else engines
         shared = self.shared if strategy is None else strategy != "async"
-        share = 1.0
+        share, turning = 1.0, self.turning
+        if offload and (self.shared or not shared):
+            what = f"{self.directory} took turns" if self.shared else "nobody takes turns"
+            raise ConfigError(
+                f'offload is for strategy = "alternating" or "colocate" of a run with pools of their own, and {what}; '
+                "leave it out"
+            )
+        if offload:
+            turning = usual_turning(self.weight_bytes, offload=True)
         if strategy is None:
             pass
         elif self.shared:
@@ -150,7 +161,7 @@ class MeasuredRun:
                 'calibrate with a run of "async"'
             )
         elif strategy == "alternating":
-            share = self.trainers / (engines + self.trainers) * self.turning.uneven
+            share = self.trainers / (engines + self.trainers) * turning.uneven
             engines += self.trainers
         elif strategy == "colocate":
             engines = self.trainers
@@ -166,9 +177,7 @@ class MeasuredRun:
             decode=lambda active: base + slope * active,
             reward=_Replay(self.rewards_s or (0.0,), reward_scale),
             score=[] if shared and not self.shared else [seconds * reward_scale for seconds in self.score_s],
-            read=reading * reward_scale * rules.prompts_per_step + self.turning.to_read * self.read_turns
-            if shared
-            else 0.0,
+            read=reading * reward_scale * rules.prompts_per_step + turning.to_read * self.read_turns if shared else 0.0,
             train=lambda random, tokens: self.train_token_s * tokens * share,
             publish=self.publish_s,
             export=self.export_s,
@@ -176,8 +185,8 @@ class MeasuredRun:
             overlap=self.overlap and rules.lookahead > 0,
             mode="drain" if self.publish_mode == "drain" else "in_flight",
             shared=shared,
-            to_train=self.turning.to_train + self.turning.cold_train,
-            to_generate=self.turning.to_generate + self.turning.cold_generate,
+            to_train=turning.to_train + turning.cold_train,
+            to_generate=turning.to_generate + turning.cold_generate,
         )
 
     def _require_engines(self, engines: int, strategy: str | None) -> None:
@@ -260,7 +269,7 @@ def _measure(
     score_s = tuple(s / rollouts for name, s in reads.items() if s and name not in in_turn)
     published = [event for event in events if isinstance(event, Published) and event.t >= since]
     weights = max((event.byte_count for event in published), default=0)
-    turning = measured_turning(turns, rollout, trained) if shared else usual_turning(weights)
+    turning = measured_turning(turns, rollout, trained) if shared else usual_turning(weights, offload=False)
     costs = [_number(row, "time/step") for row in steady]
     training = [
         max(0.0, cost - _number(row, "time/wait_batch") - _number(row, "time/exposed_sync") - turning.to_train * shared)
@@ -307,6 +316,7 @@ def _measure(
         load_s=sum(_median(e.end - e.start for e in busy if e.group == rollout and e.work == work) for work in LOADING),
         overlap=_get(config, True, "publish", "overlap") is not False,
         turning=turning,
+        weight_bytes=weights,
         lease_s=fmean(leases) if leases else 0.0,
         generate_s=sum(_number(row, "busy/generate") * _number(row, "time/step") for row in steady) / len(steady),
         train_s=sum(_number(row, "busy/train") * _number(row, "time/step") for row in steady) / len(steady),

@@ -38,6 +38,9 @@ class Setting(Table, frozen=True, kw_only=True):
     """Factor on the length of answers."""
     strategy: str | None = None
     """async, alternating or colocate, of a run whose pools were not shared; left out: as it was."""
+    offload: bool = False
+    """Whether a group that leaves shared devices takes its memory along; by formula, of a run whose pools were not
+    shared."""
     steps: Annotated[int, Meta(ge=5)] = STEPS
     """Train steps to simulate; the first fifth is not counted."""
 
@@ -84,6 +87,7 @@ def _predict(run: MeasuredRun, name: str, setting: Setting) -> Prediction:
         engines=setting.replicas,
         reward_scale=setting.reward_scale,
         length_scale=setting.length_scale,
+        offload=setting.offload,
     )
     devices = max(pipeline.engines, run.trainers if run.shared else 0)
     devices += 0 if pipeline.shared else run.trainers

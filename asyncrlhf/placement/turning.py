@@ -1,9 +1,10 @@
 """What it takes that groups which share devices change over: measured in a run that did, else a formula.
 
 Its constants are of one class of machine, and measured there: the torch backend on 2 cores of an AMD EPYC (Zen 5, a
-virtual machine). Its processes give their free memory back when they leave, which is most of what leaving takes, and
-touch it anew in the turn that follows, whose stage is slower for it (`cold_*`). Medians of "colocate" against no turns
-at all, at 2.4 and 39 MB of weights: the two parts of each line. On GPUs nothing was measured, and they are wrong there.
+virtual machine). With `offload` its processes give their free memory back when they leave, which is most of what
+leaving takes, and touch it anew in the turn that follows, whose stage is slower for it (`cold_*`). Medians of
+"colocate" against no turns at all, at 2.4 and 39 MB of weights: the two parts of each line. Where memory stays a change
+is two messages, whatever the weights. On GPUs nothing was measured, and they are wrong there.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ class Turning:
     ranks wait for the one with the longest rows and for each other's gradients. Measured with two."""
 
 
-def usual_turning(weights: float) -> Turning:
+def usual_turning(weights: float, *, offload: bool) -> Turning:
     """Of a run that took no turns, with so many bytes of weights."""
+    if not offload:
+        return Turning(to_train=0.0004, to_generate=0.0006, to_read=0.0004, uneven=1.1)
     return Turning(
         to_train=0.004 + 0.41e-9 * weights,
         to_generate=0.007 + 0.96e-9 * weights,

@@ -94,7 +94,7 @@ class EngineLoop:
 
     def _work(self, sampler: GenerateEngine | None) -> None:
         while True:
-            works = sampler is not None and sampler.has_work
+            works = sampler is not None and sampler.has_work and not sampler.still
             if not works:
                 self._flush_busy()
             while True:
@@ -106,7 +106,7 @@ class EngineLoop:
                     return
                 if isinstance(command, Call):  # one that runs cannot be cancelled
                     self._execute(command)
-                works = sampler is not None and sampler.has_work
+                works = sampler is not None and sampler.has_work and not sampler.still
             assert sampler is not None
             started = time.perf_counter()
             try:

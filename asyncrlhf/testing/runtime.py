@@ -199,7 +199,7 @@ class FakeHandle:
         if self._ended or self.hung:
             return
         command = self._commands.popleft() if self._commands else None
-        works = isinstance(self.engine, GenerateEngine) and self.engine.has_work
+        works = isinstance(self.engine, GenerateEngine) and self.engine.has_work and not self.engine.still
         if command is None and not works:
             return
         self._busy = True

@@ -57,6 +57,8 @@ class Scenario:
 
     together: Sequence[tuple[tuple[str, str], ...]] = ()
     """Sets of devices whose groups take turns: (group, lane) of each; see control/turns.py."""
+    offload: bool = True
+    """Whether who leaves takes its memory along."""
     shadows: int = 0
     """Copies of the critic that give its values, a group named "shadow_critic"; 0: it gives them itself."""
     replicas: int = 2

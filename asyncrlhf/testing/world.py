@@ -90,7 +90,7 @@ async def build_run(
     run.gate.payloads.update({e.prompt.uid: e for e in payloads if e.prompt.uid in ledger.live})
     _build_groups(run, algorithm, hints)
     sets = {f"set {number}": members for number, members in enumerate(scenario.together)}
-    run.turns = take_turns(sets, run.groups, run.gate, run.log)
+    run.turns = take_turns(sets, run.groups, run.gate, run.log, offload=scenario.offload)
     trained = [group for group in run.groups.values() if isinstance(group, TrainGroup)]
     followers = [group for group in run.groups.values() if isinstance(group, Follower)]
     names = [{group.name for group in kind} for kind in (trained, followers)]

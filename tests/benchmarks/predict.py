@@ -69,10 +69,12 @@ trace = false
 BASE = "K=1"
 """Of which everything is predicted."""
 TURNS = ("alternating", "colocate")
+OFFLOAD = "+offload"
+"""After one of TURNS: who leaves gives its memory back."""
 MEDIAN = {"common": 0.0, "late": 0.1, "tails": 0.3}
 """Seconds of a reward, by workload."""
 SETTINGS = {
-    "common": ["K=0", "K=4", "batch=8", "batch=32", "replicas=2", "alternating", "colocate"],
+    "common": ["K=0", "K=4", "batch=8", "batch=32", "replicas=2", *TURNS, f"alternating{OFFLOAD}"],
     "late": ["K=0", "K=4", "batch=8", "rewards=4", "alternating", "colocate"],
     "tails": ["K=0", "K=4", "K=8", "batch=8", "rewards=0.5", "alternating"],
 }
@@ -97,7 +99,7 @@ def run(workload: str, setting: str, steps: int, directory: Path) -> MeasuredRun
     """One run, e.g. of "K=4", "batch=8" or "alternating", in a directory; the one that is there, if there is one."""
     if (directory / "run" / "summary.json").exists():
         return read_run(directory / "run")
-    key, _, value = setting.partition("=")
+    key, _, value = setting.removesuffix(OFFLOAD).partition("=")
     staleness = int(value) if key == "K" else int(key not in TURNS)
     if workload == "tails" and not staleness:
         steps = steps // 2  # of several seconds
@@ -105,6 +107,7 @@ def run(workload: str, setting: str, steps: int, directory: Path) -> MeasuredRun
     words += ["off_policy=decoupled", f"prompts_per_step={value if key == 'batch' else 16}"]
     words += [f"groups.rollout.replicas={value}"] if key == "replicas" else []
     words += [f"placement.strategy={key}"] if key in TURNS else []
+    words += ["placement.offload=always"] if setting.endswith(OFFLOAD) else []
     words += ["groups.policy.data_parallel=2"] if key == "alternating" else []
     words += ["groups.rollout.max_tokens=256", "groups.rollout.max_sequence_tokens=272"] if workload == "tails" else []
     seconds = MEDIAN[workload] * (float(value) if key == "rewards" else 1.0)
@@ -129,8 +132,8 @@ def child(workload: str, words: list[str]) -> int:
 
 def changes(setting: str) -> dict[str, int | float | str]:
     """The setting as a prediction's table."""
-    if setting in TURNS:
-        return {"strategy": setting, "max_staleness": 0}
+    if (strategy := setting.removesuffix(OFFLOAD)) in TURNS:
+        return {"strategy": strategy, "max_staleness": 0, "offload": setting.endswith(OFFLOAD)}
     key, _, value = setting.partition("=")
     names = {"K": "max_staleness", "batch": "prompts_per_step", "rewards": "reward_scale", "replicas": "replicas"}
     return {names[key]: float(value) if key == "rewards" else int(value)}
@@ -145,7 +148,11 @@ def recorded(base: MeasuredRun, measured: dict[str, float]) -> bytes:
 
 def ranking(measured: dict[str, float], predicted: dict[str, float]) -> list[str]:
     """Lines: both orders, and the pairs that the prediction has the other way round."""
-    names = {setting: STRATEGIES.get(setting, setting) for setting in measured if setting in (*STRATEGIES, *TURNS)}
+    names = {
+        setting: STRATEGIES.get(setting, setting)
+        for setting in measured
+        if setting in STRATEGIES or setting.startswith(TURNS)
+    }
     lines = [
         f"{what:<10} {' < '.join(names[s] for s in sorted(names, key=of.__getitem__))}"
         for what, of in (("measured", measured), ("predicted", predicted))

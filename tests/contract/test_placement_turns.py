@@ -95,6 +95,41 @@ def test_answers_are_interrupted_when_a_batch_is_there_and_go_on_with_new_weight
     assert slept
 
 
+MOVES = {"sleep", "wake", "offload", "onload"}
+
+
+def test_where_memory_stays_nobody_moves_and_a_synchronous_step_is_the_same() -> None:
+    run = ends_well(PPO, replace(TOGETHER, offload=False), minibatches=2)
+    assert not overlaps(run)
+    assert {"rollout", "policy", "critic", "reference", "reward"} == set(order_of(run))
+    assert MOVES.isdisjoint(event.work for event in run.events_of(EngineBusy))
+    alone = ends_well(PPO, replace(TOGETHER, together=()), minibatches=2)
+    assert run.batches == alone.batches
+    assert run.trainer().weights == alone.trainer().weights
+
+
+def test_where_memory_stays_answers_stand_still_and_go_on_with_new_weights() -> None:
+    sampler = FakeSamplerOptions(slots=64, length=40.0, sigma=0.8)
+    scenario = replace(TOGETHER, offload=False, max_staleness=4, lookahead=2, sampler=sampler, rows=24, probe_gap=0.0)
+    run = ends_well(PPO, scenario, minibatches=2)
+    assert not overlaps(run)
+    works = {event.work for event in run.events_of(EngineBusy)}
+    assert MOVES.isdisjoint(works)
+    assert {"pause", "go_on"} <= works
+    samples = [s for popped in run.popped for e in popped.experiences for s in e.rollout.samples]
+    assert any(len({segment.version for segment in sample.segments}) > 1 for sample in samples)
+
+
+@pytest.mark.parametrize("kind", ["die", "hang", "lost"])
+@pytest.mark.parametrize("verb", ["pause", "go_on", "token"])
+def test_a_dead_sampler_gives_its_turn_back_where_memory_stays(kind: Any, verb: str) -> None:
+    scenario = replace(TOGETHER, offload=False, publish_timeout=50.0, lease_timeout=200.0)
+    run = ends_well(PPO, replace(scenario, faults=[Fault(at=20.0, kind=kind, verb=verb)]))
+    assert not overlaps(run)
+    assert run.events_of(Restarted)
+    assert len(run.events_of(StepEnded)) == 8
+
+
 def test_an_evaluation_has_its_answers_before_anybody_trains() -> None:
     scenario = replace(TOGETHER, evaluation_every=2, evaluation_prompts=3, evaluation_max_hold=1e4)
     run = ends_well(PPO, scenario)
@@ -368,6 +403,7 @@ def test_turns_are_exclusive_and_everything_ends(data: st.DataObject) -> None:
         prompts_per_step=data.draw(st.integers(1, 3)),
         publish_rolling=data.draw(st.booleans()),
         together=together,
+        offload=data.draw(st.booleans()),
         shadows=data.draw(st.integers(0, 2)),
         publish_overlap=bound > 0 and data.draw(st.booleans()),
         faults=faults,

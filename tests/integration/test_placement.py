@@ -82,28 +82,43 @@ def overlapping(*groups: str) -> list[tuple[EngineBusy, EngineBusy]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("strategy", "in_turn"),
+    ("strategy", "in_turn", "offload"),
     [
-        ("colocate", EVERYTHING),
-        ("flattening", EVERYTHING),
-        ("alternating", EVERYTHING),
-        ("interleaving", EVERYTHING[:4]),
-        ("split", ("rollout", "policy", "reference")),
-        ("standalone", ("rollout", "policy")),
-        ("async", ()),
-        ("separation", ()),
+        ("colocate", EVERYTHING, "always"),
+        ("flattening", EVERYTHING, "never"),
+        ("alternating", EVERYTHING, "always"),
+        ("alternating", EVERYTHING, "never"),
+        ("interleaving", EVERYTHING[:4], "always"),
+        ("split", ("rollout", "policy", "reference"), "always"),
+        ("standalone", ("rollout", "policy"), "never"),
+        ("async", (), "auto"),
+        ("separation", (), "auto"),
     ],
 )
-def test_every_strategy_trains_the_same_weights(strategy: str, in_turn: tuple[str, ...], expected: Weights) -> None:
-    finished(f"placement.strategy={strategy}")
+def test_every_strategy_trains_the_same_weights(
+    strategy: str, in_turn: tuple[str, ...], offload: str, expected: Weights
+) -> None:
+    finished(f"placement.strategy={strategy}", f"placement.offload={offload}")
     require_same(weights(), expected)
     assert not overlapping(*in_turn)
     assert {event.group for event in turns()} >= set(in_turn)
+    require_moves(offload == "always")
 
 
-def test_a_shared_shadow_takes_turns_with_the_rollout_engine(expected: Weights) -> None:
-    finished("placement.strategy=separation", "placement.shared_shadow=true", "groups.shadow_critic.replicas=2")
+def require_moves(moves: bool) -> None:
+    """Whether those that had their turn took their memory along."""
+    works = {event.work for event in busy()}
+    assert {"sleep", "wake", "offload", "onload"} & works == (
+        {"sleep", "wake", "offload", "onload"} if moves else set()
+    )
+
+
+@pytest.mark.parametrize("offload", ["always", "auto"])
+def test_a_shared_shadow_takes_turns_with_the_rollout_engine(offload: str, expected: Weights) -> None:
+    shared = ("placement.strategy=separation", "placement.shared_shadow=true", "groups.shadow_critic.replicas=2")
+    finished(*shared, f"placement.offload={offload}")
     require_same(weights(), expected)
+    require_moves(offload == "always")
     assert not overlapping("rollout", "shadow_critic")
     rows = metrics()
     assert [row["shadow_critic/version"] for row in rows] == [row["train_step"] for row in rows]
@@ -111,16 +126,27 @@ def test_a_shared_shadow_takes_turns_with_the_rollout_engine(expected: Weights) 
 
 
 @pytest.mark.timeout(600)
-def test_alternating_interrupts_answers_and_goes_on_with_new_weights() -> None:
-    finished("placement.strategy=alternating", "max_staleness=2", "lookahead=1", "off_policy=decoupled", "order=ready")
+@pytest.mark.parametrize("offload", ["always", "never"])
+def test_alternating_interrupts_answers_and_goes_on_with_new_weights(offload: str) -> None:
+    ahead = ("max_staleness=2", "lookahead=1", "off_policy=decoupled", "order=ready")
+    finished("placement.strategy=alternating", f"placement.offload={offload}", *ahead)
+    require_moves(offload == "always")
     assert not overlapping(*EVERYTHING)
     assert [row["train_step"] for row in metrics()] == list(range(6))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("runtime", "strategy"), [("local", "colocate"), ("local", "separation"), ("ray", "colocate")])
-def test_processes_take_turns_as_threads_do(runtime: str, strategy: str, expected: Weights) -> None:
-    finished(f"runtime={runtime}", f"placement.strategy={strategy}")
+@pytest.mark.parametrize(
+    ("runtime", "strategy", "offload"),
+    [
+        ("local", "colocate", "always"),
+        ("local", "separation", "auto"),
+        ("ray", "colocate", "always"),
+        ("ray", "colocate", "auto"),
+    ],
+)
+def test_processes_take_turns_as_threads_do(runtime: str, strategy: str, offload: str, expected: Weights) -> None:
+    finished(f"runtime={runtime}", f"placement.strategy={strategy}", f"placement.offload={offload}")
     require_same(weights(), expected)
     if strategy == "colocate":
         assert not overlapping(*EVERYTHING)

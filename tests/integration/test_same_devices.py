@@ -49,13 +49,14 @@ concurrency = 8
 """
 
 
+@pytest.mark.parametrize("offload", ["always", "never"])
 def test_each_engine_takes_what_its_rank_holds_from_it_and_the_rest_from_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    offload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     first, _, rest = grpo(top=TOP, model=MODEL).replace('"inproc"', '"local"').partition("[groups.rollout]")
     Path("run.toml").write_text(first + ROLLOUT + rest[rest.index("[groups.reward]") :])
-    config = load("run.toml")
+    config = load("run.toml", [f"placement.offload={offload}"])
     said = [line.split() for line in check(config).splitlines()]
     assert ["0", "0", "0", "0", "0", "0"] in said, "rank 0 is beside process 0 of engine 0"
     assert ["1", "0", "1", "0", "1", "0"] in said, "and rank 1 beside that of engine 1"
@@ -69,7 +70,7 @@ def test_each_engine_takes_what_its_rank_holds_from_it_and_the_rest_from_the_oth
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [row["train_step"] for row in rows] == [0, 1]
     assert max(max(row["logprob_gap"], row["probe_gap"]) for row in rows) < 1e-4
-    require_turns()
+    require_turns(moves=offload == "always")
 
 
 def expected(config: dict[str, object]) -> list[tuple[int, int]]:
@@ -85,14 +86,17 @@ def expected(config: dict[str, object]) -> list[tuple[int, int]]:
     return [(row.copied, row.received) for row in plan.traffic()]
 
 
-def require_turns() -> None:
-    """The two groups take turns, and never compute at once. Taking and giving up answers is no computing."""
+def require_turns(*, moves: bool) -> None:
+    """The two groups take turns, and never compute at once. Taking and giving up answers is no computing. `moves`:
+    with their memory."""
     events = list(read_events(Path("run/events.jsonl")))
     turns = [event.group for event in events if isinstance(event, TurnTaken)]
     assert len(turns) >= 4
     assert set(turns) == {"policy", "rollout"}
     assert all(one != other for one, other in pairwise(turns))
     busy = [event for event in events if isinstance(event, EngineBusy) and event.work not in ("add", "abort")]
+    assert ({"sleep", "wake", "offload", "onload"} <= {event.work for event in busy}) == moves
+    assert ({"pause", "go_on"} <= {event.work for event in busy}) != moves
     policy, rollout = ([event for event in busy if event.group == name] for name in ("policy", "rollout"))
     assert {event.rank for event in policy} == {event.rank for event in rollout} == {0, 1}
     assert not [(a, b) for a in policy for b in rollout if a.start < b.end and b.start < a.end]

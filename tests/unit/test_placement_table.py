@@ -107,6 +107,23 @@ def test_a_strategy_is_sets_of_groups_with_pools(strategy: str, sets: dict[str, 
     assert again.arrangement == stage.arrangement
 
 
+@pytest.mark.parametrize("strategy", ["colocate", "split"])
+def test_memory_moves_on_gpus_unless_the_table_says_otherwise(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so it does again, from the configuration beside the run."""
+    for device, usual in (("auto", "always"), ("cpu", "never")):
+        devices = [f"groups.{name}.device={device}" for name in ("policy", "critic", "rollout", "reference", "reward")]
+        for words, expected in (
+            ([], usual),
+            (["placement.offload=always"], "always"),
+            (["placement.offload=never"], "never"),
+        ):
+            stage = placed(f"placement.strategy={strategy}", *devices, *words)
+            assert stage.config.placement.offload == expected
+            assert prepare(stage.config).config == stage.config
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert placed(f"placement.strategy={strategy}").config.placement.offload == "never"
+
+
 def test_sizes_follow_where_all_devices_are_shared() -> None:
     stage = placed("placement.strategy=colocate", "placement.devices=4")
     assert stage.config.groups["rollout"]["replicas"] == 4
@@ -292,6 +309,7 @@ def built(stage: Stage) -> dict[str, Group]:
         (["placement.strategy=async"], False),
         (["placement.strategy=colocate"], True),
         (["placement.strategy=colocate", "placement.turns=none"], False),
+        (["placement.strategy=colocate", "placement.offload=never"], False),
         (['placement.sets=[["rollout", "reference"], ["policy", "critic"]]'], True),
         (['placement.sets=[["rollout"], ["policy", "critic"]]', "placement.turns=all"], False),
     ],
@@ -340,6 +358,8 @@ def test_check_prints_the_sets_and_what_the_planner_said(monkeypatch: pytest.Mon
     assert "placement                split, 2 sets of devices\n" in text
     assert "  set shared             rollout, policy, reference on 1 device, in turn\n" in text
     assert "  set critic             critic, reward on 1 device, side by side\n" in text
+    text = launch.check(load("ppo.toml", ["placement.strategy=split", "placement.offload=never"]))
+    assert "rollout, policy, reference on 1 device, in turn, all of them in memory\n" in text
     text = launch.check(load("ppo.toml", ["placement.strategy=async"]))
     assert 'warning: placement.strategy = "async" and lookahead = 0: the two pools wait' in text
     shape = '{"model_type": "qwen2", "vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, '
@@ -350,6 +370,9 @@ def test_check_prints_the_sets_and_what_the_planner_said(monkeypatch: pytest.Mon
     assert "an estimate that nothing was measured for" in text
     assert "plan --calibrate RUN_DIR" in text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert placed(
+        "placement.strategy=auto", "placement.devices=2", "placement.offload=always"
+    ).config.placement.offload == ("always")
     stage = placed("placement.strategy=auto", "placement.devices=2")
     assert stage.arrangement is not None
     assert stage.arrangement.planned

@@ -158,6 +158,20 @@ async def a_sampler_steps_while_it_has_work_and_reports_in_order(runtime: Runtim
     await runtime.close()
 
 
+async def a_sampler_takes_no_step_while_it_is_paused(runtime: Runtime, directory: Path) -> None:
+    heard = _Heard()
+    handle = await _ticking(runtime, heard, length=4.0)
+    await handle.call("pause")
+    await handle.call("add", [_request("a")])
+    for _ in range(3):
+        await handle.call("probe", [1, 2])
+    assert not sum(event.token_count for event in heard.events if isinstance(event, Progress))
+    assert not any(isinstance(event, Finished) for event in heard.events)
+    await handle.call("go_on")
+    await heard.until(Finished)
+    await runtime.close()
+
+
 async def what_a_method_reports_arrives_before_its_reply(runtime: Runtime, directory: Path) -> None:
     heard = _Heard()
     handle = await _ticking(runtime, heard, slots=1, length=1e6)
@@ -260,6 +274,7 @@ RUNTIME: tuple[Callable[[Runtime, Path], Awaitable[None]], ...] = (
     engines_do_not_share_a_fate,
     engines_reach_each_other_at_their_addresses,
     a_sampler_steps_while_it_has_work_and_reports_in_order,
+    a_sampler_takes_no_step_while_it_is_paused,
     what_a_method_reports_arrives_before_its_reply,
     commands_take_effect_between_two_steps,
     a_step_that_breaks_is_reported_and_fails_the_calls_in_flight,

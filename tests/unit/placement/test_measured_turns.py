@@ -10,7 +10,7 @@ from asyncrlhf.errors import ConfigError
 from asyncrlhf.placement.measured import MeasuredRun, read_run
 from asyncrlhf.placement.predict import as_text, predictions
 from asyncrlhf.placement.simulate import simulate
-from asyncrlhf.placement.turning import Turning
+from asyncrlhf.placement.turning import Turning, usual_turning
 from tests.unit.placement.run_scene import PROMPTS, PUBLISH, TRAIN, small_machine, write_run
 
 COLOCATE = 'strategy = "colocate"'
@@ -103,6 +103,24 @@ def test_a_model_that_read_on_its_own_devices_reads_in_turn_where_all_are_on_the
     assert found == pytest.approx(8 + 7.2 + 4 + 0.25 + 0.5 + 0.1)
     ahead = run.rules(max_staleness=2, lookahead=1)
     assert simulate(run.pipeline(ahead), 40).step < 0.8 * found
+
+
+def test_memory_that_moves_makes_a_step_longer_by_formula() -> None:
+    """8 s of generation and 4 s of training, and what turns cost with so many bytes of weights."""
+    run = small_machine(**EIGHT_SECONDS, weight_bytes=100_000_000)
+    moves = usual_turning(1e8, offload=True)
+    costs = moves.to_train + moves.cold_train + moves.to_generate + moves.cold_generate
+    assert simulate(run.pipeline(strategy="colocate"), 20).step == pytest.approx(8 + 4 + 0.25 + 0.5)
+    assert simulate(run.pipeline(strategy="colocate", offload=True), 20).step == pytest.approx(8 + 4 + costs)
+    found = predictions(run, {"strategy": "colocate", "max_staleness": 0, "offload": True, "steps": 20})
+    assert found[1].result.step == pytest.approx(8 + 4 + costs)
+
+
+def test_only_turns_that_were_not_taken_have_a_formula() -> None:
+    with pytest.raises(ConfigError, match="offload is for .* and nobody takes turns; leave it out"):
+        small_machine().pipeline(offload=True)
+    with pytest.raises(ConfigError, match="offload is for .* and runs/one took turns; leave it out"):
+        small_machine(shared=True, directory="runs/one").pipeline(offload=True)
 
 
 def test_engines_on_shared_devices_are_as_many_as_there_are() -> None:

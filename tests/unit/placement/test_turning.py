@@ -98,6 +98,7 @@ def test_changes_of_turns_are_read_from_a_run() -> None:
 
 def test_the_usual_change_grows_with_the_weights_from_what_any_model_costs() -> None:
     """As measured, "colocate" against no turns: 5 and 9 ms with 2.4 MB of weights, 20 and 44 ms with 39 MB."""
-    small, large = usual_turning(2.4e6), usual_turning(39e6)
+    assert usual_turning(2.4e6, offload=False) == usual_turning(39e6, offload=False)
+    small, large = (usual_turning(weights, offload=True) for weights in (2.4e6, 39e6))
     assert (small.to_train, small.to_generate) == (pytest.approx(0.0052, rel=0.1), pytest.approx(0.0091, rel=0.1))
     assert (large.to_train, large.to_generate) == (pytest.approx(0.0204, rel=0.1), pytest.approx(0.0444, rel=0.1))
