@@ -69,6 +69,7 @@ class Gate:
         self._failure: Exception | None = None
         self._lost_tasks: WeakSet[asyncio.Task[object]] = WeakSet()
         self._advancing = False
+        self._moved_within = False
 
     # ---- state -------------------------------------------------------------------------------------------------
     @property
@@ -278,12 +279,27 @@ class Gate:
         self._moved()
 
     # ---- inside a transaction ----------------------------------------------------------------------------------
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """All that moves in this block, which does not await, is one transaction."""
+        if self._advancing:
+            yield
+            return
+        self._advancing, self._moved_within = True, False
+        try:
+            yield
+        finally:
+            self._advancing = False
+            if self._moved_within:
+                self._advance()
+
     def _moved(self) -> None:
         self.last_moved = self._loop.time()
         self._advance()
 
     def _advance(self) -> None:
         """Refill, let the trainer look, cancel the lost; repeat until nothing moves (invariant 11)."""
+        self._moved_within = self._advancing
         if self._advancing:
             return
         self._advancing = True

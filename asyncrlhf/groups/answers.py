@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +29,8 @@ class LeaseReports(Protocol):
     def drop(self, uid: int, attempt: int, reason: str, *, counts: bool = False) -> None: ...
 
     def alive(self) -> None: ...
+
+    def together(self) -> AbstractContextManager[None]: ...
 
     @property
     def silence(self) -> Silence: ...

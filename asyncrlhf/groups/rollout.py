@@ -319,21 +319,24 @@ class RolloutGroup(Follower):
         return True
 
     def _on_events(self, replica: Replica, incarnation: int, events: Sequence[EngineEvent]) -> None:
-        for event in events:
-            if self.emit_busy(replica.spec.rank, event) or incarnation != replica.incarnation:
-                continue
-            match event:
-                case Progress():
-                    self._report(event.request_id, event.version, event.token_count)
-                case Finished():
-                    self._settle_tokens(event.request_id, event.sample.segments)
-                    self._finish(replica, event.request_id, event.sample)
-                case Rejected():
-                    self._finish(replica, event.request_id, event.reason)
-                case Failed():
-                    self.on_failure(replica, event.reason)
-                case _:
-                    raise TypeError(f"{replica.key} sent {type(event).__name__}, which no rollout engine may send")
+        with self._leases.together():
+            for event in events:
+                if not self.emit_busy(replica.spec.rank, event) and incarnation == replica.incarnation:
+                    self._on_event(replica, event)
+
+    def _on_event(self, replica: Replica, event: EngineEvent) -> None:
+        match event:
+            case Progress():
+                self._report(event.request_id, event.version, event.token_count)
+            case Finished():
+                self._settle_tokens(event.request_id, event.sample.segments)
+                self._finish(replica, event.request_id, event.sample)
+            case Rejected():
+                self._finish(replica, event.request_id, event.reason)
+            case Failed():
+                self.on_failure(replica, event.reason)
+            case _:
+                raise TypeError(f"{replica.key} sent {type(event).__name__}, which no rollout engine may send")
 
     def _report(self, request_id: str, version: int, token_count: int) -> None:
         task = self._tasks.get(request_id)

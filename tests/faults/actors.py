@@ -64,7 +64,9 @@ def kill_engines(
             os.kill(pid, signal.SIGKILL)
             done.append((engine, steps()))
     assert child.wait(PATIENCE) == 0, child.text
-    assert scene.lineage(run).consumed == dict.fromkeys(range(PROMPTS), 1), done
+    found = scene.lineage(run)
+    wrong = {uid: (found.last.get(uid), found.consumed[uid]) for uid in range(PROMPTS) if found.consumed[uid] != 1}
+    assert not wrong, f"uid -> where it was seen last, train steps that it was in: {wrong}; killed {done}"
     rows = scene.rows(run)
     assert [row["train_step"] for row in rows] == list(range(PROMPTS // 4))
     for row in rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -83,6 +83,9 @@ class Books:
         self.dropped.append((uid, attempt, reason))
 
     def alive(self) -> None: ...
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @property
     def silence(self) -> Silence:
