@@ -48,6 +48,10 @@ class Census:
             self.ready_bytes -= lease.byte_count
 
     def add_tokens(self, lease: Lease, answer: int, version: int, count: int) -> None:
+        if answer in lease.newest and version in lease.tokens:  # nothing that its birth depends on
+            lease.newest[answer] = version
+            lease.tokens[version] += count
+            return
         before = lease.birth(self._rules)
         lease.newest[answer] = version
         lease.tokens[version] = lease.tokens.get(version, 0) + count
