@@ -27,7 +27,7 @@ TIMEOUT = 300.0
 """Seconds that lots may take to arrive."""
 TOKEN_BYTES = 8
 """Of a token id (int32) and its log-prob (float32)."""
-MOST_LOTS = 4
+MOST_LOTS = 8
 """Of one column: each costs whoever stores and fetches it about a millisecond, and is fetched whole, once a node, and
 freed whole."""
 SUMMED_AT_ONCE = 2048
@@ -147,12 +147,13 @@ def _totals(rows: Sequence[Array]) -> list[float]:
 def _end_to_end(rows: Sequence[Array]) -> Array:
     """These rows in one array: where they lie, if that is one after another in one, else copied."""
     whole = rows[0].base
-    if not isinstance(whole, np.ndarray) or whole.ndim != 1 or whole.dtype != rows[0].dtype:
+    if not isinstance(whole, np.ndarray) or whole.ndim != 1 or not whole.flags.c_contiguous:
         return np.concatenate(rows)
     rows = [row for row in rows if row.size]
     begin = place = rows[0].ctypes.data if rows else 0
     for row in rows:
-        if row.base is not whole or row.ctypes.data != place or not row.flags.c_contiguous:
+        alike = row.base is whole and row.ndim == 1 and row.dtype == whole.dtype and row.flags.c_contiguous
+        if not alike or row.ctypes.data != place:
             return np.concatenate(rows)
         place += row.nbytes
     first = (begin - whole.ctypes.data) // whole.itemsize

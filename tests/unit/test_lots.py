@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrlhf.messages import Array, Stored
 
@@ -33,8 +34,10 @@ def rows_of(shelf: Shelf, rows: list[Array]) -> tuple[list[Stored], list[Array]]
         np.split(FLAT[::-1], 100),
         [row.copy() for row in np.split(FLAT, 40)],
         list(FLAT.reshape(40, 100)),
+        np.split(torch.arange(10002.0).view(-1, 2)[:, 1].numpy(), [5000]),
+        [FLAT[:100], FLAT[100:200].view(np.int32).view(np.float32), FLAT[200:201]],
     ],
-    ids=["parts", "empty", "reversed", "strided", "backwards", "apart", "matrix"],
+    ids=["parts", "empty", "reversed", "strided", "backwards", "apart", "matrix", "column", "views"],
 )
 def test_a_column_is_packed_whole_into_few_lots(rows: list[Array]) -> None:
     found, arrays = rows_of(Shelf(100), rows)
