@@ -66,6 +66,10 @@ class ScoreEngine(Engine, ABC):
         """Move it back, bit by bit the same."""
         return
 
+    def finish(self) -> None:
+        """Nothing: calls come one after another, so that with the answer all that were made before have ended."""
+        return
+
     @abstractmethod
     def logprobs(self, batch: TrainBatch) -> Sequence[Array]:
         """Log-prob of every response token at the run's temperature: one float32 array [response length] per row.

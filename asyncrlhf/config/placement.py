@@ -41,12 +41,12 @@ class Placement(Table, frozen=True, kw_only=True):
     A group with a model that is in none has a set of its own, as `check` says. Judges with a model
     (`evaluation.judges.<name>`) are such groups, too."""
     turns: Literal["auto", "all", "none"] = "auto"
-    """Where one group of a set computes while the others sleep. "auto": where a rollout group is with others; "all": in
+    """Where one group of a set computes at a time. "auto": where a rollout group is with others; "all": in
     every set; "none": nowhere, so all of them have to fit."""
     offload: Literal["auto", "always", "never"] = "auto"
-    """Whether a group that has had its turn takes its memory off the devices (weights, optimizer state, KV cache).
-    "auto": where these are GPUs; on CPUs it would come back to the same memory. "never": all groups have to fit at
-    once, as with turns = "none", and still compute one at a time."""
+    """Whether a group that has had its turn takes its memory off the devices (weights, optimizer state, KV cache); the
+    same for all sets. "auto": where a set that takes turns is on GPUs; on CPUs it would come back to the same memory.
+    "never": all groups have to fit at once, as with turns = "none", and still compute one at a time."""
     devices: Count = 0
     """GPUs, or engines on CPUs, in all. Where all models share them it is also the size of groups that say none
     (replicas, data_parallel); 0: as the groups say. With "auto" what the plan is for; 0: this machine's."""
@@ -70,6 +70,12 @@ class Placement(Table, frozen=True, kw_only=True):
                     f"{ignored}, and neither strategy nor sets says which groups share devices; set one, or remove the "
                     "first"
                 )
+        if self.offload != "auto" and (self.turns == "none" or (self.strategy is None and not self.sets)):
+            why = 'turns = "none"' if self.turns == "none" else "neither strategy nor sets"
+            raise ConfigError(
+                f'offload = "{self.offload}" is for groups that take turns, and with {why} none do; remove it, or set '
+                'turns = "all" and what shares devices'
+            )
         if [] in self.sets:
             raise ConfigError(f"sets = {self.sets} has a set without groups; remove it")
         if self.node is not None and self.strategy != "auto":

@@ -37,13 +37,16 @@ class Seat:
     tenant: Tenant
     lane: str
     """Seats of different lanes are on different devices of the set; "" is on all of them."""
-    offload: bool = True
     shared: bool = True
     awake: bool | None = False
     """None: a switch was cut short, and nobody knows."""
     holders: int = 0
     keeps: asyncio.Event | None = None
     """Set to have the sampler leave; None: it does not keep the turn."""
+
+    @property
+    def offload(self) -> bool:
+        return self.turns.offload
 
     def taken(self) -> AbstractAsyncContextManager[None]:
         return self.turns.held(self, None)
@@ -57,12 +60,6 @@ class Seat:
     def meets(self, other: Seat) -> bool:
         """Whether the two share a device."""
         return self is not other and not (self.lane and other.lane and self.lane != other.lane)
-
-    @property
-    def moves(self) -> bool:
-        """Whether its tenant has to be told of a change: whatever computes only when it is called need not, unless it
-        gives its memory away."""
-        return self.offload or self.sampler is not None
 
     @property
     def sampler(self) -> RolloutGroup | None:
@@ -92,7 +89,7 @@ class Turns:
 
     def seat(self, name: str, tenant: Tenant, lane: str = "") -> None:
         """From now on this tenant takes turns with the others. Before its engines are started."""
-        seat = Seat(self, name, tenant, lane, self.offload)
+        seat = Seat(self, name, tenant, lane)
         self._seats.append(seat)
         tenant.turn = seat
 
@@ -240,13 +237,11 @@ class Turns:
             for other in self._seats:
                 if other.meets(seat) and other.awake is not False:
                     other.awake = None
-                    if other.moves:
-                        await other.tenant.rest()
+                    await other.tenant.rest()
                     other.awake = False
             if not seat.awake:
                 seat.awake = None
-                if seat.moves:
-                    await seat.tenant.resume()
+                await seat.tenant.resume()
                 seat.awake = True
             self._log.emit(TurnTaken(devices=self.name, group=seat.name, seconds=self._log.elapsed() - began))
 

@@ -135,8 +135,8 @@ class Follower(Group):
     # ---- devices that are shared ---------------------------------------------------------------------------------
     @property
     def sleeps(self) -> tuple[str, str]:
-        """Verbs with which an engine leaves its devices and comes back."""
-        return "offload", "onload"
+        """Verbs with which an engine leaves its devices to others and comes back."""
+        return ("offload", "onload") if self.turn.offload else ("finish", "finish")
 
     async def rest(self) -> None:
         """Every engine leaves its devices at its next token or request; one that does not is ended and fenced."""

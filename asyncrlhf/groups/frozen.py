@@ -138,12 +138,14 @@ class FrozenEngine:
             return await self._ask(engine, verb, *arguments)
 
     async def rest(self) -> None:
-        """Leave the device to others; one that is lost has left, and one that cannot is given up."""
-        await self._move("offload")
+        """Leave the device to others, also when who asked it has gone; one that is lost has left, and one that cannot
+        is given up."""
+        await self._move("offload" if self.turn.offload else "finish")
 
     async def resume(self) -> None:
         """Come back to it."""
-        await self._move("onload")
+        if self.turn.offload:
+            await self._move("onload")
 
     async def _move(self, verb: str) -> None:
         """Whoever asks it next sees that it is lost, and has it started again."""

@@ -29,6 +29,7 @@ VERBS: Mapping[str, str] = {
     "export": "announce",
     "offload": "lead",
     "onload": "lead",
+    "finish": "lead",
     "save_model": "lead",
     "save_state": "lead",
     "load_state": "lead",

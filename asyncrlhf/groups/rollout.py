@@ -32,6 +32,7 @@ from asyncrlhf.messages import (
     Rollout,
     Sample,
     Segment,
+    WeightHandle,
 )
 from asyncrlhf.observe.events import Sampled
 from asyncrlhf.observe.log import EventLog
@@ -207,22 +208,28 @@ class RolloutGroup(Follower):
         self._note_silence()
 
     def takes_as_it_wakes(self, replica: Replica) -> bool:
-        return replica.asleep and self.turn.offload
+        return replica.asleep
 
     async def _wake(self, replica: Replica, handle: EngineHandle) -> None:
-        """With the newest weights; its answers go on. Raises PublishRefused, unless there are newer ones by then. One
-        that has kept its memory goes on with the weights it has, until a publish brings it others."""
-        if not self.turn.offload:
-            await super()._wake(replica, handle)
-            return
+        """With the newest weights; its answers go on. Raises PublishRefused, unless there are newer ones by then."""
         while (weights := self.newest()) is not None:
             try:
-                if await self._change(replica, handle, "wake", weights):
+                if await self._wake_with(replica, handle, weights):
                     replica.asleep, replica.version = False, weights.version
                 return
             except PublishRefused:
                 if (newest := self.newest()) is None or newest.version == weights.version:
                     raise
+
+    async def _wake_with(self, replica: Replica, handle: EngineHandle, weights: WeightHandle) -> bool:
+        """Whether it has; one that stands still with its memory takes them before it goes on."""
+        if self.turn.offload:
+            return await self._change(replica, handle, "wake", weights)
+        taken = replica.version == weights.version or (
+            await self._change(replica, handle, "prepare", weights)
+            and await self._change(replica, handle, "commit", weights.version, self._kv)
+        )
+        return taken and await self._change(replica, handle, "go_on")
 
     async def _keep_turn(self) -> None:
         """Waits for answers to go on with, then for the turn; has it until there are none, or others are due."""

@@ -171,7 +171,7 @@ class TrainGroup(Group):
         if self._engine is None:
             return
         try:
-            await self._move("offload")
+            await self._move("offload" if self.turn.offload else "finish")
         except AsyncRLHFError as error:
             if self._tasks is None:
                 raise
@@ -179,7 +179,7 @@ class TrainGroup(Group):
 
     async def resume(self) -> None:
         """Come back to them. Raises GroupError."""
-        if self._engine is not None:
+        if self._engine is not None and self.turn.offload:
             await self._move("onload")
 
     async def _call(

@@ -20,8 +20,11 @@ class Turn(Protocol):
 
     shared: bool
     """False: the devices are the group's own, and nobody ever waits."""
-    offload: bool
-    """Whether who leaves takes its memory along; else only what computes on its own has to be told to stop."""
+
+    @property
+    def offload(self) -> bool:
+        """Whether who leaves takes its memory along; else it only ends what it is at."""
+        ...
 
     def taken(self) -> AbstractAsyncContextManager[None]:
         """Wait for the turn, and have it. Calls of one group share it."""

@@ -29,6 +29,7 @@ from asyncrlhf.messages.samples import Segment as Segment
 from asyncrlhf.messages.stored import Lot as Lot
 from asyncrlhf.messages.stored import Stored as Stored
 from asyncrlhf.messages.stored import StoredColumn as StoredColumn
+from asyncrlhf.messages.stored import StoredRows as StoredRows
 from asyncrlhf.messages.stored import column_of as column_of
 from asyncrlhf.messages.stored import fetch as fetch
 from asyncrlhf.messages.stored import sequence_column as sequence_column

@@ -236,8 +236,8 @@ def filled(
             for name in each.members:
                 (groups[name] if name in groups else judges[name]).setdefault("pool", each.name)
     placement = config.placement
-    if placement.offload == "auto":
-        on_gpu = any(pools[each.name].devices for each in arrangement.sets if each.name in pools)
+    if placement.offload == "auto" and (in_turn := [each.name for each in arrangement.sets if each.turns]):
+        on_gpu = any(pools[name].devices for name in in_turn if name in pools)
         placement = replace(placement, offload="always" if on_gpu else "never")
     return replace(
         config, groups=groups, pools=pools, evaluation=replace(config.evaluation, judges=judges), placement=placement

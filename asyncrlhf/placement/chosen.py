@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -60,11 +60,21 @@ def chosen(
 
 def _placement(asked: Placement, best: Candidate, rollout: str) -> Placement:
     label = best.strategy.label
+    offload = asked.offload
+    if offload == "auto" and asked.turns != "none":  # as what was found to be best
+        offload = "always" if any(part.offloads for part in best.sets) else "never"
     if best.strategy.name == "auto":
         sets = [[rollout if unit == "rollout" else unit for unit in part] for part in best.strategy.sets]
-        return Placement(sets=sets, turns=asked.turns, offload=asked.offload, devices=asked.devices)
+        return Placement(sets=sets, turns=asked.turns, offload=offload, devices=asked.devices)
     name: Any = label.partition(",")[0]
-    return Placement(strategy=name, turns=asked.turns, offload=asked.offload, shared_shadow="shared" in label)
+    return Placement(strategy=name, turns=asked.turns, offload=offload, shared_shadow="shared" in label)
+
+
+def _offload(asked: Placement) -> Literal["auto", "always", "never"]:
+    """On CPUs what sleeps takes next to nothing, and the formula has what it takes on a GPU."""
+    if asked.turns == "none":
+        return "never"
+    return "auto" if asked.offload == "always" and asked.node is None else asked.offload
 
 
 def _cluster(config: Config, gpus: int, cores: int) -> Cluster:
@@ -120,7 +130,7 @@ def _problem(
         max_staleness=config.max_staleness,
         lookahead=config.lookahead,
         publish=config.publish.mode,
-        offload="never" if config.placement.offload == "never" else "auto",
+        offload=_offload(config.placement),
     )
     return Problem(
         cluster=cluster,

@@ -58,7 +58,7 @@ def memory_warnings(
         fractions = [g for g in needs if isinstance(table := tables[g], VllmRollout) and not table.kv_cache_bytes]
         ways = "more devices, larger parallel sizes or a smaller dtype"
         if not turns and len(needs) > 1:
-            ways = f"placement.sets that take turns with offload, {ways}"
+            ways = f'placement.sets that take turns with placement.offload = "always", {ways}'
         if fractions and len(needs) > 1 and not turns:
             left = max(0.05, (have - sum(need for g, need in needs.items() if g not in fractions)) / have)
             ways = f"groups.{fractions[0]}.gpu_memory_utilization = {math.floor(left * 100) / 100:g} or less, {ways}"

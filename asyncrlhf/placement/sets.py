@@ -99,6 +99,7 @@ class Sets:
                 fixed_part.append((member, choices))
         best: SetPlan | None = None
         refused: dict[bool, Rejection] = {}
+        ways = {"auto": (False, True), "always": (True,), "never": (False,)}[self.work.offload]
         seen: set[tuple[Layout, ...]] = set()
         for price in PRICES:
             chosen = [
@@ -109,7 +110,7 @@ class Sets:
             if layouts in seen:
                 continue
             seen.add(layouts)
-            for offload in (False, True) if self.work.offload == "auto" and len(members) > 1 else (False,):
+            for offload in ways if len(members) > 1 else (False,):
                 found = self._fit(members, chosen, offload=offload)
                 if isinstance(found, Rejection):
                     refused[offload] = found  # the last layouts take the least memory
@@ -117,9 +118,9 @@ class Sets:
                     best = found
         if best is not None:
             return best
+        if len(refused) == 1:
+            return next(iter(refused.values()))
         awake = refused[False]
-        if True not in refused:
-            return awake
         return Rejection(f"{awake.text}; with offloading, {refused[True].text}", awake.need, awake.have, spelled=True)
 
     def _untiled(self, member: Member) -> Rejection:

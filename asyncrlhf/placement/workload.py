@@ -74,8 +74,8 @@ class Workload(Table, frozen=True, kw_only=True):
     """As [publish] mode: swap weights under running answers, or let them finish."""
     optimizer_shards: Annotated[int, Meta(ge=1, le=3)] = 1
     """What data parallelism shards (ZeRO): 1 optimizer state; 3 weights and gradients too."""
-    offload: Literal["auto", "never"] = "auto"
-    """Whether units that sleep may move to host memory when their devices are full."""
+    offload: Literal["auto", "always", "never"] = "auto"
+    """Whether units that sleep move to host memory; "auto": where their devices would else be full."""
 
     def __post_init__(self) -> None:
         if self.lookahead is not None and self.lookahead > self.max_staleness:

@@ -116,8 +116,25 @@ def test_where_memory_stays_answers_stand_still_and_go_on_with_new_weights() -> 
     works = {event.work for event in run.events_of(EngineBusy)}
     assert MOVES.isdisjoint(works)
     assert {"pause", "go_on"} <= works
+    for rank in range(scenario.replicas):
+        verbs = [e.work for e in run.events_of(EngineBusy) if e.group == "rollout" and e.rank == rank]
+        stands = re.findall("pause(.*?)go_on", " ".join(verbs[verbs.index("pause") :]))
+        assert not [between for between in stands if "generate" in between], "no token in another's turn"
+        late = re.findall("go_on (?:add |abort )*(?:prepare|commit)", " ".join(verbs))
+        assert not late, "it goes on with the newest weights"
     samples = [s for popped in run.popped for e in popped.experiences for s in e.rollout.samples]
     assert any(len({segment.version for segment in sample.segments}) > 1 for sample in samples)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("at_deadline", ["mask", "wait", "drop"])
+def test_a_model_whose_caller_has_gone_ends_what_it_is_at_before_the_next_turn(offload: bool, at_deadline: str) -> None:
+    """A lease that is lost while its answers are read cancels who asked for it, and not the engine."""
+    timing = Timing(verbs={**SLOW.verbs, "logprobs": 6.0, "scores": 6.0}, jitter=0.5)
+    for seed in range(6):
+        bounds = {"max_staleness": 1, "lookahead": 1, "lease_timeout": 8.0, "max_attempts": 100}
+        run = go(PPO, replace(TOGETHER, offload=offload, timing=timing, seed=seed, at_deadline=at_deadline, **bounds))
+        assert not overlaps(run), seed
 
 
 @pytest.mark.parametrize("kind", ["die", "hang", "lost"])

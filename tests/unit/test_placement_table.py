@@ -124,6 +124,12 @@ def test_memory_moves_on_gpus_unless_the_table_says_otherwise(strategy: str, mon
     assert placed(f"placement.strategy={strategy}").config.placement.offload == "never"
 
 
+@pytest.mark.parametrize("words", [(), ("placement.strategy=colocate", "placement.turns=none")])
+def test_to_offload_takes_groups_that_take_turns(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match='offload = "always" is for groups that take turns'):
+        placed(*words, "placement.offload=always")
+
+
 def test_sizes_follow_where_all_devices_are_shared() -> None:
     stage = placed("placement.strategy=colocate", "placement.devices=4")
     assert stage.config.groups["rollout"]["replicas"] == 4
@@ -369,6 +375,8 @@ def test_check_prints_the_sets_and_what_the_planner_said(monkeypatch: pytest.Mon
     assert "  auto                   " in text
     assert "an estimate that nothing was measured for" in text
     assert "plan --calibrate RUN_DIR" in text
+    stage = placed("placement.strategy=auto", "placement.node=H100", "placement.devices=8")
+    assert stage.config.placement.offload == "never", "the plan that was found has all of them in memory"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert placed(
         "placement.strategy=auto", "placement.devices=2", "placement.offload=always"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
 import math
 import pickle
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -33,6 +36,7 @@ from asyncrlhf.messages import (
     Sample,
     Stored,
     StoredColumn,
+    StoredRows,
     column_of,
     sequence_column,
     total,
@@ -107,6 +111,45 @@ def test_rows_that_share_a_lot_fetch_it_once_and_may_stand_beside_rows_that_are_
     column = column_of("token", [Stored(box, 0, 4), (5.5,), Stored(box, 0, 6, start=4)])
     assert [row.tolist() for row in column.fetch()] == [[0, 1, 2, 3], [5.5], [4, 5, 6, 7, 8, 9]]
     assert Box.fetched == [40]
+
+
+class Counting(pickle.Pickler):
+    """Knows how many objects it was asked about, as Ray's serializer is."""
+
+    asked = 0
+
+    def reducer_override(self, obj: object) -> Any:
+        self.asked += 1
+        return NotImplemented
+
+
+@pytest.mark.parametrize("beside", [(), (np.array([5.5, 6.5], np.float32),)], ids=["alone", "beside others"])
+def test_many_rows_travel_as_few_objects_and_arrive_as_they_were(beside: tuple[Array, ...]) -> None:
+    boxes = [Box([np.arange(1000, dtype=np.float32), np.arange(5, dtype=np.float32)]) for _ in range(2)]
+    rows = [Stored(boxes[i % 2], 0, 3, 3 * (i // 2), 0.5 * i) for i in range(500)]
+    rows.append(Stored(boxes[0], 1, 5, total=10))
+    column = StoredColumn("token", tuple((*beside, row) for row in rows))
+    pickler = Counting(written := io.BytesIO(), protocol=5)
+    pickler.dump(column)
+    assert pickler.asked < 30, "not one for each row"
+    found = pickle.loads(written.getvalue())
+    assert [row.tolist() for row in found.fetch()] == [row.tolist() for row in column.fetch()]
+    assert [row[-1].total for row in found.pieces] == [row.total for row in rows]
+    assert len({id(row[-1].lot) for row in found.pieces}) == len(boxes)
+
+
+def test_a_row_that_is_held_keeps_its_lot_and_no_other() -> None:
+    boxes = [Box([np.zeros(4, np.float32)]) for _ in range(2)]
+    rows = pickle.loads(pickle.dumps(StoredRows([Stored(box, 0, 2, start) for box in boxes for start in (0, 2)])))
+    lots = [weakref.ref(rows[number].lot) for number in (0, 2)]
+    held = rows[1]
+    del rows
+    gc.collect()
+    assert [lot() is None for lot in lots] == [False, True]
+    assert list(held) == [0.0, 0.0]
+    del held
+    gc.collect()
+    assert lots[0]() is None
 
 
 class TokenExperience(Experience, frozen=True):

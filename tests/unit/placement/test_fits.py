@@ -39,7 +39,7 @@ def test_m3_a_fraction_for_the_sampler_leaves_room_for_whom_it_shares_with(model
     assert text == (
         "pools.shared: its groups need at least 95.0 GiB of a GPU side by side (policy 23.0, rollout 72.0), and a GPU "
         "has 80.0 GiB; use groups.rollout.gpu_memory_utilization = 0.71 or less, placement.sets that take turns with "
-        "offload, more devices, larger parallel sizes or a smaller dtype"
+        'placement.offload = "always", more devices, larger parallel sizes or a smaller dtype'
     )
     assert not list(memory_warnings(pools, tables, {"shared": ("policy", "rollout")}, 80 * GIB)), "one at a time"
     assert not list(memory_warnings(pools, tables, {}, None)), "nobody knows"
