@@ -56,7 +56,7 @@ async def _ticking(runtime: Runtime, heard: _Heard, **options: Any) -> EngineHan
 
 def _request(name: str) -> GenerateRequest:
     return GenerateRequest(
-        request_id=name, prompt_token_ids=(9,), max_tokens=10**5, temperature=1.0, stop_token_ids=(0,), seed=len(name)
+        request_id=name, prompt_token_ids=(9,), max_tokens=999_999, temperature=1.0, stop_token_ids=(0,), seed=len(name)
     )
 
 
