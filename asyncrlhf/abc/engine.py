@@ -211,11 +211,11 @@ class GenerateEngine(Engine, ABC):
         """
 
     def pause(self) -> None:
-        """Sample nothing from this token boundary on."""
+        """From this token boundary on the runtime calls no `step`."""
         self.still = True
 
     def go_on(self) -> None:
-        """Sample again."""
+        """It calls `step` again."""
         self.still = False
 
     def _require(self, verb: str, *, asleep: bool) -> None:

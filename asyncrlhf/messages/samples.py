@@ -23,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Base of everything that crosses a queue: immutable, comparable, one msgpack encoding.
 
     Only its count of references frees it: the collector, which would look at every answer of thousands of live leases
-    again and again, does not look for cycles through messages. So put nothing into one that refers back to it.
+    again and again, does not look for cycles through messages, unless their class says `gc=True`.
     """
 
 
@@ -125,6 +125,9 @@ class Experience(Message, frozen=True, kw_only=True):
 
     Every further field annotated `PerSample` or `PerToken` becomes a column of the TrainBatch under its own name;
     a column that is None in every experience of a batch is left out.
+
+    A class with `dict=True` (for cached_property) or with fields that may hold exceptions, which refer to much, says
+    `gc=True`: the collector frees no others that something within refers back to. A cached value never should.
     """
 
     rollout: Rollout

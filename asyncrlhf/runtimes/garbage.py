@@ -12,6 +12,10 @@ from contextlib import contextmanager
 
 __all__ = ("leave_alone", "left_alone")
 
+YOUNG = 10_000
+"""New objects, less those that are gone, before the next look at them. Python's 700 are a few rollouts of a controller,
+and after some of these looks comes one at everything: with ten thousand live leases a third of a second."""
+
 
 def leave_alone() -> None:
     """Whatever lives now is not looked at again: for a process that ends with its engine. What is garbage by now goes
@@ -19,11 +23,6 @@ def leave_alone() -> None:
     optimizer too where its ranks join first."""
     gc.collect()
     gc.freeze()
-
-
-YOUNG = 10_000
-"""New objects, less those that are gone, before the next look at them. Python's 700 are a few rollouts of a controller,
-and after some of these looks comes one at everything: with ten thousand live leases a third of a second."""
 
 
 @contextmanager

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
+from functools import cached_property
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from algorithms.grpo import GRPOExperience
-from asyncrlhf.messages import Prompt, Rollout, Sample, Segment
+from asyncrlhf.messages import Experience, PerSample, Prompt, Rollout, Sample, Segment, pack, unpack
 from asyncrlhf.runtimes.garbage import left_alone
 
 
@@ -97,3 +101,45 @@ def test_messages_are_nothing_for_the_garbage_collector() -> None:
     rollout = Rollout(prompt=prompt, samples=(sample,))
     experience = GRPOExperience(rollout=rollout, rewards=(1.0,), advantages=(0.0,), reference_logprobs=None)
     assert not any(map(gc.is_tracked, (segment, sample, prompt, rollout, experience)))
+
+
+class Cached(Experience, frozen=True, dict=True, gc=True):
+    advantages: PerSample
+
+    @cached_property
+    def best(self) -> float:
+        return max(self.advantages)
+
+
+class Oops(Exception):
+    pass
+
+
+class Troubled(Experience, frozen=True, gc=True):
+    error: Any
+
+
+def rollout() -> Rollout:
+    return Rollout(prompt=Prompt(uid=0, epoch=0, attempt=1, version=0, token_ids=(1,), text="a"), samples=())
+
+
+def test_an_experience_with_cached_properties_travels_and_is_compared_by_its_fields() -> None:
+    one = Cached(rollout=rollout(), rewards=(1.0, 0.0), advantages=(0.5, -0.5))
+    assert one.best == 0.5
+    assert "best" in vars(one), "it is computed once"
+    for arrived in (unpack(pack(one)), pickle.loads(pickle.dumps(one))):
+        assert arrived == one
+        assert arrived.best == 0.5
+    other = replace(one, advantages=(2.0, 1.0))
+    assert other != one
+    assert other.best == 2.0
+
+
+def test_an_exception_in_an_experience_may_refer_back_to_it_where_the_class_says_so() -> None:
+    error: Any = Oops("no")
+    experience = Troubled(rollout=rollout(), rewards=None, error=error)
+    error.experience, found = experience, weakref.ref(error)
+    del error, experience
+    assert found() is not None
+    gc.collect()
+    assert found() is None

@@ -242,6 +242,85 @@ async def test_sampled_tokens_that_are_not_put_are_dropped() -> None:
     scene.ledger.check()
 
 
+# ---- transactions
+
+
+def moves_of(scene: Scene) -> list[tuple[int, int]]:
+    """(tokens, grants) that are known whenever the gate has moved."""
+    moves: list[tuple[int, int]] = []
+    scene.gate.on_moved = lambda: moves.append((scene.ledger.account().tokens.generated, scene.gate.granted))
+    return moves
+
+
+@virtual
+async def test_what_moves_together_moves_the_gate_once_at_the_end() -> None:
+    scene = Scene(B=1)
+    scene.gate.publish(0)
+    await leased(scene)
+    moves = moves_of(scene)
+    with scene.gate.together():
+        for answer in range(3):
+            scene.gate.report(0, 1, answer, 0, 4)
+        assert moves == []
+    assert moves == [(12, 1)]
+    scene.gate.report(0, 1, 0, 0, 4)
+    assert moves == [(12, 1), (16, 1)], "what follows stands alone"
+
+
+@virtual
+async def test_the_inner_of_two_transactions_is_part_of_the_outer_one() -> None:
+    scene = Scene(B=1)
+    scene.gate.publish(0)
+    await leased(scene)
+    moves = moves_of(scene)
+    with scene.gate.together():
+        with scene.gate.together():
+            scene.gate.report(0, 1, 0, 0, 4)
+        with scene.gate.together():
+            pass
+        assert moves == []
+    assert moves == [(4, 1)]
+
+
+@virtual
+async def test_a_transaction_that_breaks_moves_the_gate_all_the_same() -> None:
+    """Whoever waits for what it has settled gets it, and the next transaction is one of its own."""
+    scene = Scene(B=1)
+    scene.gate.publish(0)
+    holder, prompt = await leased(scene)
+    holder.task = None
+    _, waiting = asks(scene)
+    await settle()
+    moves = moves_of(scene)
+
+    def breaks() -> None:
+        with scene.gate.together():
+            scene.gate.drop(prompt.uid, prompt.attempt, "test")
+            assert moves == []
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        breaks()
+    assert len(moves) == 1
+    again = await waiting
+    assert again is not None
+    assert (again.uid, again.attempt) == (0, 2)
+    scene.gate.report(0, 2, 0, 0, 4)
+    assert len(moves) == 2
+
+
+@virtual
+async def test_a_transaction_in_which_nothing_moves_does_not_move_the_gate() -> None:
+    scene = Scene(B=1)
+    scene.gate.publish(0)
+    moves = moves_of(scene)
+    with scene.gate.together():
+        pass
+    with pytest.raises(ZeroDivisionError), scene.gate.together():
+        raise ZeroDivisionError
+    assert moves == []
+
+
 # ---- the trainer
 
 

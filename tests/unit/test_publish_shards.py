@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,8 @@ from torch import Tensor
 
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import ParallelLayout, WeightHandle, import_object
-from asyncrlhf.weights import blocks, summing
-from asyncrlhf.weights import checksum as checksums
-from asyncrlhf.weights.checksum import Sums, checksum, partial_checksum, tensor_checksum
+from asyncrlhf.weights.checksum import Sums, blocks, checksum, partial_checksum, tensor_checksum, threads
+from asyncrlhf.weights.checksum import sums as checksums
 from asyncrlhf.weights.inproc import InprocTransfer
 from asyncrlhf.weights.layout import Box, Layout, full_box, places, without_replicas
 from asyncrlhf.weights.megatron_layout import MegatronParallel, megatron_layout
@@ -44,9 +44,8 @@ INPROC = "asyncrlhf.weights.inproc:InprocTransfer"
 @contextmanager
 def blocks_of(words: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        for module in (blocks, summing, checksums):
-            patched.setattr(module, "BLOCK", words)
-        patched.setattr(summing, "_own", threading.local())
+        patched.setattr(blocks, "BLOCK", words)
+        patched.setattr(threads, "_own", threading.local())
         blocks.weights_of_places.cache_clear()
         yield
     blocks.weights_of_places.cache_clear()
@@ -80,7 +79,7 @@ def copied_sum(source: Tensor, target: Tensor) -> int:
 def as_on_a_gpu(tensor: Tensor, box: Box, shape: Sequence[int]) -> int:
     """The partial checksum by the operations that run on GPUs."""
 
-    def on_device(parts: Sequence[summing.Part]) -> list[int]:
+    def on_device(parts: Sequence[threads.Part]) -> list[int]:
         return [checksums._on_device(torch.from_numpy(part.there), part.where, part.last) for part in parts]
 
     with pytest.MonkeyPatch.context() as patched:
@@ -109,7 +108,7 @@ def test_a_checksum_is_the_sum_of_those_of_parts(
         sides = [side for side in ((0, at), (at, shape[dim])) if side[0] < side[1]]
         boxes = [(*box[:dim], side, *box[dim + 1 :]) for box in boxes for side in sides]
     with blocks_of(block), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(summing, "COMPILED_FROM", compiled_from)
+        patched.setattr(threads, "COMPILED_FROM", compiled_from)
         regions = [tuple(slice(*side) for side in box) for box in boxes]
         expected, copy = tensor_checksum(whole), torch.empty_like(whole)
         parts = [partial_checksum(whole[region], box, shape) for region, box in zip(regions, boxes, strict=True)]
@@ -230,7 +229,7 @@ def test_what_is_copied_into_a_part_of_something_wider_is_all_there(low: int) ->
 def test_a_checksum_does_not_depend_on_how_many_processors_there_are(
     processors: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summing, "_processors", lambda: len(processors))
+    monkeypatch.setattr(threads, "_processors", lambda: len(processors))
     table = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
     with blocks_of(64):
         copy = torch.empty_like(table)
@@ -244,7 +243,7 @@ def test_many_tensors_are_copied_and_summed_up_together(
     at_once: int, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each keeps its own sum, however many wait at once; those of one block and of many, of another type, and empty."""
-    monkeypatch.setattr(summing, "_processors", lambda: processors)
+    monkeypatch.setattr(threads, "_processors", lambda: processors)
     monkeypatch.setattr(checksums, "AT_ONCE", at_once)
     random = torch.Generator().manual_seed(1)
     shapes = [(3,), (40, 16), (0, 8), (7, 5), (64, 32), (), (9, 24)]
@@ -291,13 +290,30 @@ def test_a_part_of_one_row_that_lies_in_something_wider_counts() -> None:
 
 def test_a_checksum_goes_on_alone_when_the_pool_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the end of the interpreter."""
-    monkeypatch.setattr(summing, "_processors", lambda: 3)
+    monkeypatch.setattr(threads, "_processors", lambda: 3)
     closed = ThreadPoolExecutor(1)
     closed.shutdown()
-    monkeypatch.setattr(summing, "_pool", lambda: closed)
+    monkeypatch.setattr(threads, "_pool", lambda: closed)
     table = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
     with blocks_of(64):
         assert tensor_checksum(table) == reference(table)
+
+
+def test_a_checksum_is_the_same_where_numba_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "COMPILED_FROM", 0)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "asyncrlhf.weights.checksum.compiled", raising=False)
+    table = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
+    threads._inner_loop.cache_clear()
+    try:
+        with blocks_of(64):
+            copy = torch.empty_like(table)
+            assert copied_sum(table, copy) == tensor_checksum(table) == reference(table)
+        assert torch.equal(copy, table)
+        assert threads._inner_loop() is None
+        assert threads._inner_loop.cache_info().misses == 1, "it is tried once"
+    finally:
+        threads._inner_loop.cache_clear()
 
 
 def received(handle: WeightHandle) -> dict[str, Tensor]:

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncrlhf.abc import EngineHandle, EngineSpec, Runtime
 from asyncrlhf.errors import GroupError, SampleError
 from asyncrlhf.messages import Busy, EngineEvent, Failed, Finished, GenerateRequest, Progress, WeightHandle
@@ -54,7 +56,7 @@ async def _ticking(runtime: Runtime, heard: _Heard, **options: Any) -> EngineHan
 
 def _request(name: str) -> GenerateRequest:
     return GenerateRequest(
-        request_id=name, prompt_token_ids=(9,), max_tokens=10**5, temperature=1.0, stop_token_ids=(0,), seed=len(name)
+        request_id=name, prompt_token_ids=(9,), max_tokens=999_999, temperature=1.0, stop_token_ids=(0,), seed=len(name)
     )
 
 
@@ -172,17 +174,41 @@ async def a_sampler_takes_no_step_while_it_is_paused(runtime: Runtime, directory
     await runtime.close()
 
 
+async def a_paused_sampler_gives_back_what_runs_and_goes_on_with_others(runtime: Runtime, directory: Path) -> None:
+    heard = _Heard()
+    handle = await _ticking(runtime, heard, length=1e6)
+    await handle.call("add", [_request("a"), replace(_request("b"), max_tokens=3)])
+    await heard.until(Finished)
+    await handle.call("pause")
+    (given_back,) = await handle.call("abort", ["a"])
+    assert given_back.request_id == "a"
+    count = sum(segment.token_count for segment in given_back.segments)
+    assert len(given_back.tokens) == len(given_back.logprobs) == count >= 3
+    until_then = [event for event in heard.events if isinstance(event, Progress)]
+    heard.events.clear()
+    await handle.call("add", [replace(_request("c"), max_tokens=3)])
+    await handle.call("go_on")
+    await heard.until(Finished)
+    (finished,) = [event for event in heard.events if isinstance(event, Finished)]
+    assert (finished.request_id, len(finished.sample.token_ids)) == ("c", 3)
+    reports = [*until_then, *(event for event in heard.events if isinstance(event, Progress))]
+    assert sum(event.token_count for event in reports if event.request_id == "a") == count
+    await runtime.close()
+
+
 async def what_a_method_reports_arrives_before_its_reply(runtime: Runtime, directory: Path) -> None:
     heard = _Heard()
-    handle = await _ticking(runtime, heard, slots=1, length=1e6)
-    assert await handle.call("add", [_request("a"), _request("b")]) is None
+    handle = await _ticking(runtime, heard, slots=2, length=1e6)
+    assert await handle.call("add", [_request("a"), replace(_request("b"), max_tokens=3)]) is None
     assert [event.request_id for event in heard.events if isinstance(event, Progress)][:2] == ["a", "b"]
+    await heard.until(Finished)  # b, so that a has tokens that it has not reported
     weights = WeightHandle(version=1, checksum=0, changed=False, byte_count=0, transport="", payload={})
     await handle.call("prepare", weights)
     before = len(heard.events)
     assert await handle.call("commit", 1, "rebuild") is None
     versions = [event.version for event in heard.events[before:] if isinstance(event, Progress)]
-    assert versions == sorted(versions), "the tokens of before the swap come first"
+    assert versions[:1] == [0], "the tokens of before the swap are reported by it"
+    assert versions == sorted(versions), "they come first"
     await runtime.close()
 
 
@@ -275,6 +301,7 @@ RUNTIME: tuple[Callable[[Runtime, Path], Awaitable[None]], ...] = (
     engines_reach_each_other_at_their_addresses,
     a_sampler_steps_while_it_has_work_and_reports_in_order,
     a_sampler_takes_no_step_while_it_is_paused,
+    a_paused_sampler_gives_back_what_runs_and_goes_on_with_others,
     what_a_method_reports_arrives_before_its_reply,
     commands_take_effect_between_two_steps,
     a_step_that_breaks_is_reported_and_fails_the_calls_in_flight,

@@ -1,7 +1,8 @@
 """Rectangles that are copied and summed up on CPUs by a few threads.
 
 The threads of a small pool, as many as this process may use CPUs, take blocks in turn: they copy one, and sum it up
-while it is in the cache. Who asks for the sums works as well, and waits for those that have begun.
+while it is in the cache. Who asks for the sums works as well, and waits for those that have begun. Where Numba
+cannot be imported, NumPy's functions do all of it, without a word: the sums are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from asyncrlhf.weights.blocks import BASE, BLOCK, MASK, SHIFT, WORD, Cell, Stretches, cells, weights_of_places
+from asyncrlhf.weights.checksum import blocks
+from asyncrlhf.weights.checksum.blocks import BASE, MASK, SHIFT, WORD, Cell, Stretches, cells, weights_of_places
 
 __all__ = ("Part", "Words", "fill_and_sum")
 
@@ -54,12 +56,12 @@ Share = tuple[Callable[[Part, Cell, Words], int], Part, Cell]
 
 def fill_and_sum(parts: Sequence[Part]) -> list[int]:
     """The sum of each, mod 2^64, after it was filled. Waits for all."""
-    blocks = sum(part.there.size for part in parts) // BLOCK
-    compiled = blocks >= COMPILED_FROM
+    count = sum(part.there.size for part in parts) // blocks.BLOCK
+    compiled = count >= COMPILED_FROM and _inner_loop() is not None
     todo = iter([share for part in parts for share in _shares(part, compiled)])  # a list's: next() is one step
     others: list[Future[None]] = []
     try:
-        for _ in range(min(THREADS, _processors(), blocks // BLOCKS_PER_THREAD) - 1):
+        for _ in range(min(THREADS, _processors(), count // BLOCKS_PER_THREAD) - 1):
             others.append(_pool().submit(_work, todo))  # noqa: PERF401 - what came before a refused one counts
     except RuntimeError as refused:
         if "cannot schedule new futures" not in str(refused):
@@ -91,14 +93,14 @@ def _work(todo: Iterator[Share]) -> None:
 
 def _compiled(part: Part, cell: Cell, factors: Words) -> int:
     """The weighted sum of a cell, after it was copied."""
-    from asyncrlhf.weights.compiled import fill_and_sum
-
-    row, rows, begin, end, _, blocks, place = cell
+    inner_loop, size = _inner_loop(), blocks.BLOCK
+    assert inner_loop is not None
+    row, rows, begin, end, _, count, place = cell
     there, there_pitch = _span(part.there, row, rows, begin, end)
     here, here_pitch = (_NOTHING, 0) if part.here is None else _span(part.here, row, rows, begin, end)
-    if blocks > 1:
-        return fill_and_sum(there, here, blocks, BLOCK, BLOCK, BLOCK, factors, 0, 0, BASE)
-    return fill_and_sum(there, here, rows, end - begin, there_pitch, here_pitch, factors, place, part.where.pitch, 1)
+    if count > 1:
+        return inner_loop(there, here, count, size, size, size, factors, 0, 0, BASE)
+    return inner_loop(there, here, rows, end - begin, there_pitch, here_pitch, factors, place, part.where.pitch, 1)
 
 
 def _span(table: Words, row: int, rows: int, begin: int, end: int) -> tuple[Words, int]:
@@ -116,7 +118,7 @@ def _interpreted(part: Part, cell: Cell, factors: Words) -> int:
     if part.here is not None:
         np.copyto(there, part.here[row : row + rows, begin:end])
     if not hasattr(_own, "scratch"):
-        _own.scratch = np.empty(BLOCK, np.int64)
+        _own.scratch = np.empty(blocks.BLOCK, np.int64)
     mixed: Words = _own.scratch[: there.size].reshape(there.shape)
     if there.dtype == np.int64:
         np.add(np.right_shift(there, SHIFT, mixed), there, mixed)
@@ -124,6 +126,16 @@ def _interpreted(part: Part, cell: Cell, factors: Words) -> int:
         np.copyto(mixed, there)
     numbers = np.ndarray(there.shape, np.int64, factors, WORD * place, (WORD * part.where.pitch, WORD))
     return int(np.einsum("ij,ij->", mixed, numbers))
+
+
+@lru_cache(maxsize=1)
+def _inner_loop() -> Callable[[Words, Words, int, int, int, int, Words, int, int, int], int] | None:
+    """None where Numba cannot be imported; found out once."""
+    try:
+        from asyncrlhf.weights.checksum.compiled import fill_and_sum_rows
+    except ImportError:
+        return None
+    return fill_and_sum_rows
 
 
 def _processors() -> int:

@@ -1,6 +1,6 @@
 """What a checksum is made of: words, the blocks that they are weighted in, and where a rectangle has them.
 
-See checksum.py for the sum. A rectangle of a tensor lies in stretches that are unbroken in the whole tensor; those are
+See sums.py for the sum. A rectangle of a tensor lies in stretches that are unbroken in the whole tensor; those are
 cut into cells of whole blocks, or of rows that are in the same block.
 """
 

@@ -11,7 +11,7 @@ before: alone, its highest bit times an odd number would be the same wherever it
 unseen. By 33 and not 32 bits, so that the highest bits of both halves do not cancel either. Where rows are not made of
 whole words, and in vectors, every element is a word.
 
-On CPUs a few threads copy blocks and sum them up (summing.py); `Sums` has them work on many tensors before it waits.
+On CPUs a few threads copy blocks and sum them up (threads.py); `Sums` has them work on many tensors before it waits.
 
     sums = Sums[str]()
     sums.copy("weight", arrived, place, box, shape)     # and more of them; they are read until `settle`
@@ -31,8 +31,9 @@ from torch.nn import functional as F
 
 from asyncrlhf.errors import PublishRefused
 from asyncrlhf.messages import WeightHandle
-from asyncrlhf.weights.blocks import BASE, BLOCK, MASK, SHIFT, WORD, Stretches, cells, stretches, weights_of_places
-from asyncrlhf.weights.summing import Part, fill_and_sum
+from asyncrlhf.weights.checksum import blocks
+from asyncrlhf.weights.checksum.blocks import BASE, MASK, SHIFT, WORD, Stretches, cells, stretches, weights_of_places
+from asyncrlhf.weights.checksum.threads import Part, fill_and_sum
 
 __all__ = ("Sums", "checksum", "combine", "partial_checksum", "require_checksum", "tensor_checksum")
 
@@ -153,7 +154,7 @@ class Sums(Generic[Key]):
         if grain > 1:
             box = (*box[:-1], (box[-1][0] // grain, -(-box[-1][1] // grain)))
             shape = (*shape[:-1], shape[-1] // grain)
-        where, last = stretches(box, shape), math.prod(shape) // BLOCK
+        where, last = stretches(box, shape), math.prod(shape) // blocks.BLOCK
         size = count * pow(BASE, last + 1, 1 << 64)
         table = words.reshape(len(where.starts), where.length)
         if words.device.type != "cpu":
@@ -206,7 +207,7 @@ def _on_device(table: Tensor, where: Stretches, last: int) -> int:
         part = table[cell.row : cell.row + cell.rows, cell.begin : cell.end]
         mixed = (part >> SHIFT).add_(part) if part.dtype == torch.int64 else part.to(torch.int64)
         if cell.blocks > 1:
-            sums.append(mixed.view(cell.blocks, BLOCK).mul_(factors).sum(1))
+            sums.append(mixed.view(cell.blocks, blocks.BLOCK).mul_(factors).sum(1))
         else:
             sums.append(mixed.mul_(factors.as_strided(part.shape, (where.pitch, 1), cell.place)).sum().view(1))
         powers.extend(range(last - cell.block, last - cell.block - cell.blocks, -1))
