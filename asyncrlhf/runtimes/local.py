@@ -170,14 +170,13 @@ class ProcessEngine:
             raise
         except asyncio.CancelledError:
             reply.cancel()
-            if not self.calls.ended and self._writer is not None:
-                self._writer.writelines(encode("cancel", key=key))
+            if not self.calls.ended:
+                self._write(encode("cancel", key=key))
             raise
 
     async def close(self, *, at_once: bool = False) -> None:
-        if self.calls.close() and self._writer is not None:
-            with contextlib.suppress(ConnectionError, RuntimeError):
-                self._writer.writelines(encode("close"))
+        if self.calls.close():
+            self._write(encode("close"))
         await self._loop.run_in_executor(None, self._end, 0.0 if at_once else self._grace)
         if self._reader_task is not None:
             self._reader_task.cancel()
@@ -211,9 +210,15 @@ class ProcessEngine:
         """Frames leave whole and in order; waits while the process does not read. Never raises for a process that has
         ended: its reader fails the call."""
         assert self._writer is not None
+        self._write(frame)
         with contextlib.suppress(ConnectionError):
-            self._writer.writelines(frame)
             await self._writer.drain()
+
+    def _write(self, frame: Sequence[bytes | memoryview]) -> None:
+        """To a process that has ended nothing: uvloop's transports, closed by an earlier write, raise RuntimeError."""
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                self._writer.writelines(frame)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Consumes what the process says until it ends; fails every call then. What it says is acted upon in callbacks

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 
+from asyncrlhf.abc import EngineSpec
+from asyncrlhf.errors import EngineLost
+from asyncrlhf.runtimes.local import LocalRuntime, ProcessEngine
+from asyncrlhf.testing.conformance.engines import PlainOptions
 from tests.faults import scene
 from tests.faults.forks import Child, Forks
 from tests.faults.halting import GO, HALTED
@@ -21,6 +29,7 @@ LOCAL = scene.BASE.replace('runtime = "inproc"', 'runtime = "local"')
 DATA = LOCAL.replace("train_steps = 6\n", "").replace("rows = 48", "rows = 40").replace("tasks:graded", "tasks:slow")
 DATA += "[groups.reference]\n"
 PATIENCE = 400.0
+PLAIN = "asyncrlhf.testing.conformance.engines"
 
 
 def engines(parent: int) -> dict[str, int]:
@@ -250,3 +259,40 @@ def test_L6_a_reward_that_holds_the_interpreter_fails_its_own_prompt_only(forks:
     assert len(failed) == 1
     assert sum(counts.consumed.values()) == 47
     assert "its reward function took its process down: group 'reward': no sign of life for 5 s" in child.text
+
+
+def test_calls_to_a_process_that_has_just_ended_fail_as_lost_on_uvloop(tmp_path: Path) -> None:
+    """Also those made after the socket has closed, and before anybody knows how the process ended."""
+    known = threading.Event()
+
+    async def calls() -> list[BaseException | Any]:
+        runtime = LocalRuntime(tmp_path)
+        engine = await runtime.spawn(
+            EngineSpec(group="plain", rank=0, engine=f"{PLAIN}:Plain", options=PlainOptions()), lambda events: None
+        )
+        assert isinstance(engine, ProcessEngine)
+        last_words = engine._last_words
+
+        def later() -> str:
+            assert known.wait(30.0)
+            return last_words()
+
+        engine._last_words = later
+        os.kill(engine.host.process.pid, signal.SIGKILL)
+        engine.host.process.wait()
+        made: list[asyncio.Task[Any]] = []
+        for number in range(4):
+            made.append(asyncio.create_task(engine.call("echo", number)))
+            await asyncio.sleep(0.02)
+        made[-1].cancel()
+        await asyncio.wait(made[-1:])
+        known.set()
+        async with asyncio.timeout(30.0):
+            found = await asyncio.gather(*made, return_exceptions=True)
+        await runtime.close()
+        return found
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        *lost, cancelled = runner.run(calls())
+    assert [type(error) for error in lost] == [EngineLost] * 3
+    assert isinstance(cancelled, asyncio.CancelledError)

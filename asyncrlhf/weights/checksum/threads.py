@@ -130,7 +130,9 @@ def _interpreted(part: Part, cell: Cell, factors: Words) -> int:
 
 @lru_cache(maxsize=1)
 def _inner_loop() -> Callable[[Words, Words, int, int, int, int, Words, int, int, int], int] | None:
-    """None where Numba cannot be imported; found out once."""
+    """None where Numba cannot be imported, or compiles nothing (NUMBA_DISABLE_JIT); found out once."""
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return None
     try:
         from asyncrlhf.weights.checksum.compiled import fill_and_sum_rows
     except ImportError:
