@@ -238,6 +238,7 @@ async def of_two_queues(requests: RayQueue, answers: RayQueue, echo: Any, count:
             await requests.put_async(number)
             await answers.get_async()
 
+    count -= count % in_flight
     serving = echo.serve.remote(count)
     started = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:

@@ -299,9 +299,13 @@ def test_a_checksum_goes_on_alone_when_the_pool_takes_nothing_more(monkeypatch: 
         assert tensor_checksum(table) == reference(table)
 
 
-def test_a_checksum_is_the_same_where_numba_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_a_checksum_is_the_same_where_numba_cannot_be_used(disabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be imported, or is told to compile nothing."""
     monkeypatch.setattr(threads, "COMPILED_FROM", 0)
-    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", disabled)
+    if disabled == "0":
+        monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "asyncrlhf.weights.checksum.compiled", raising=False)
     table = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
     threads._inner_loop.cache_clear()
