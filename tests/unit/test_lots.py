@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from asyncrlhf.messages import Array, Stored
-
-pytest.importorskip("ray")
-
 from asyncrlhf.runtimes.lots import MOST_LOTS, Shelf
 from asyncrlhf.runtimes.parcel import opened, packed
 
